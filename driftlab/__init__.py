@@ -1,0 +1,69 @@
+"""driftlab: measure attention drift in speculative decoding.
+
+The public names. Each is imported on first use, so that results and plots start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from driftlab.acceptance import Acceptance, accept
+    from driftlab.draft import Chain, Draft, all_starts, chain
+    from driftlab.drafter import VARIANTS, Drafter, DrafterConfig
+    from driftlab.errors import DriftlabError
+    from driftlab.plotting import (
+        plot_acceptance,
+        plot_magnitude,
+        plot_mass,
+        plot_mass_grid,
+        plot_match,
+        plot_quantity,
+        plot_recent,
+        plot_tau,
+    )
+    from driftlab.probes import AttentionMass, SinkSearch, StateNorm
+    from driftlab.progress import ProgressBar
+    from driftlab.prompts import Prompt, load_prompts
+    from driftlab.results import read_rows, write_rows
+    from driftlab.simulation import Simulation, simulate
+    from driftlab.speculation import speculate
+    from driftlab.target import Target
+    from driftlab.training import TrainConfig, choose_draft_vocab, train
+    from driftlab.trajectory import Trajectory
+
+_HOME = {
+    "acceptance": ("Acceptance", "accept"),
+    "draft": ("Chain", "Draft", "all_starts", "chain"),
+    "drafter": ("VARIANTS", "Drafter", "DrafterConfig"),
+    "errors": ("DriftlabError",),
+    "plotting": (
+        *("plot_acceptance", "plot_magnitude", "plot_mass", "plot_mass_grid", "plot_match", "plot_quantity"),
+        *("plot_recent", "plot_tau"),
+    ),
+    "probes": ("AttentionMass", "SinkSearch", "StateNorm"),
+    "progress": ("ProgressBar",),
+    "prompts": ("Prompt", "load_prompts"),
+    "results": ("read_rows", "write_rows"),
+    "simulation": ("Simulation", "simulate"),
+    "speculation": ("speculate",),
+    "target": ("Target",),
+    "training": ("TrainConfig", "choose_draft_vocab", "train"),
+    "trajectory": ("Trajectory",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'driftlab' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"driftlab.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF])

@@ -1,0 +1,225 @@
+"""Two executors of one recursion: every answer row at once, and one chain token by token.
+
+At row t and depth k the drafter is fed token t + k and predicts token t + k + 1. ``feed="text"`` feeds the recorded text
+(replay and training), ``feed="own"`` the drafter's own tokens (deployed behaviour). As long as all drafts match the two
+are the same, so greedy accept lengths do not depend on the feed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from driftlab.drafter import Drafter, DraftState
+from driftlab.drafter.layers import LayerKV
+from driftlab.errors import DriftlabError
+from driftlab.progress import Progress, silent
+from driftlab.segments import Starts, context_segments
+from driftlab.trajectory import Batch, Trajectory
+
+Feed = Literal["text", "own"]
+LOGIT_BLOCK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What an executor drafted.
+
+    ``tokens [batch start depth]``: target ids; ``rows [batch start]``: the row each chain started from;
+    ``valid [batch start]``: False for padding; ``ids``: one per sequence; ``feed``: what was fed.
+    """
+
+    tokens: Int[Tensor, "batch start depth"]
+    rows: Int[Tensor, "batch start"]
+    valid: Bool[Tensor, "batch start"]
+    ids: tuple[str, ...]
+    feed: Feed
+
+    @property
+    def depth(self) -> int:
+        """Number of draft steps K."""
+        return self.tokens.shape[2]
+
+
+def unroll(drafter: Drafter, batch: Batch, depth: int, *, feed: Feed) -> Iterator[tuple[DraftState, Tensor | None]]:
+    """Yield (state, drafted tokens) depth by depth for every answer row of a batch on the drafter's device.
+
+    With ``feed="text"`` the tokens are None: call ``greedy_tokens(drafter, state.normed)`` if they are wanted. Gradients
+    flow through the feedback unless the caller disables them. Past the end of the text the last token is fed; such
+    depths are not valid for acceptance.
+    """
+    starts = batch.starts
+    drafter.hook_starts(starts, 0)
+    state = drafter.first(batch.tokens[:, 1:], batch.aux[:, :-1], starts)
+    while True:
+        drafted = greedy_tokens(drafter, state.normed) if feed == "own" else None
+        yield state, drafted
+        if state.depth == depth:
+            return
+        fed = text_at(batch, starts.rows + state.depth + 1) if drafted is None else drafted
+        state = drafter.next(state, fed)
+
+
+def text_at(batch: Batch, positions: Int[Tensor, "batch start"]) -> Int[Tensor, "batch start"]:
+    """Token of the text at each position; past the end, the last token."""
+    return batch.tokens.gather(1, positions.minimum(batch.lengths[:, None] - 1))
+
+
+@torch.no_grad()
+def greedy_tokens(drafter: Drafter, normed: Float[Tensor, "batch start d_model"]) -> Int[Tensor, "batch start"]:
+    """Arg max over the draft vocabulary, as target ids; logits exist for a block of rows at a time."""
+    flat = normed.flatten(0, 1)
+    block = max(1, LOGIT_BLOCK_BYTES // (4 * drafter.config.draft_vocab_size))
+    ids = [drafter.logits(rows).argmax(-1) for rows in flat.split(block)]
+    return drafter.to_target(torch.cat(ids)).view(normed.shape[:2])
+
+
+@torch.no_grad()
+def all_starts(
+    drafter: Drafter,
+    data: Trajectory | Batch,
+    depth: int,
+    *,
+    feed: Feed = "text",
+    max_tokens: int = 2048,
+    progress: Progress = silent,
+) -> Draft:
+    """Draft ``depth`` tokens from every row of the answers, t >= P - 1, one pass per depth.
+
+    Args:
+        drafter: on any device; batches are moved to it.
+        data: a trajectory (read in batches of at most ``max_tokens`` padded tokens) or one batch.
+        depth: K >= 1.
+        feed: "text" for replay, "own" for probes of deployed behaviour.
+        max_tokens: size of a batch; results do not depend on it beyond rounding.
+        progress: called with ("drafting", sequences done, sequences).
+    """
+    check_depth(depth)
+    check_fits(drafter, data)
+    device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+    drafts = []
+    done = 0
+    for batch in [data] if isinstance(data, Batch) else data.batches(max_tokens):
+        batch = batch.to(device, dtype)
+        tokens = [
+            greedy_tokens(drafter, state.normed) if drafted is None else drafted
+            for state, drafted in unroll(drafter, batch, depth, feed=feed)
+        ]
+        starts = batch.starts
+        drafts.append(Draft(torch.stack(tokens, -1).cpu(), starts.rows.cpu(), starts.valid.cpu(), batch.ids, feed))
+        done += len(batch)
+        progress("drafting", done, len(data))
+    return _joined(drafts)
+
+
+class Chain:
+    """One chain at a time, as deployed: context keys grow with verified rows, drafted keys are thrown away.
+
+    Works on a batch of sequences of equal length so far. ``extend`` adds rows made from target states and drafts the
+    first token; ``draft`` continues it to depth K on the drafter's own feedback.
+    """
+
+    def __init__(self, drafter: Drafter, *, prompt_lengths: Sequence[int], sinks: Sequence[int] = (0,)) -> None:
+        self.drafter = drafter
+        self.rows = 0
+        self._prompt_lengths = torch.tensor(prompt_lengths, device=drafter.fc.weight.device)
+        self._sinks = tuple(sinks)
+        self._context: list[LayerKV] | None = None
+        self._state: DraftState | None = None
+
+    @torch.no_grad()
+    def extend(
+        self,
+        tokens: Int[Tensor, "batch row"],
+        aux: Float[Tensor, "batch row aux d_target"],
+        rows: Int[Tensor, " batch"] | None = None,
+    ) -> None:
+        """Append context rows. ``tokens[:, i]`` is the token after the position whose states are ``aux[:, i]``.
+
+        ``rows``: absolute row that each chain starts from, among the new ones; default the last.
+        """
+        total = self.rows + tokens.shape[1]
+        rows = torch.full_like(tokens[:, 0], total - 1) if rows is None else rows
+        starts = Starts(
+            rows=rows[:, None],
+            valid=torch.ones_like(rows[:, None], dtype=torch.bool),
+            segments=context_segments(self._prompt_lengths, total, self._sinks),
+            ids=("",) * len(rows),
+        )
+        self.drafter.hook_starts(starts, 0)
+        self._state = self.drafter.first(tokens, aux, starts, self._context)
+        self._context = [LayerKV(kv.k, kv.v) for kv in self._state.kv]
+        self.rows = total
+
+    @torch.no_grad()
+    def draft(self, depth: int) -> Int[Tensor, "batch depth"]:
+        """Draft ``depth`` tokens (target ids) greedily after the last ``extend``."""
+        check_depth(depth)
+        if self._state is None:
+            raise DriftlabError("extend() the chain with context rows before drafting")
+        state, tokens = self._state, [greedy_tokens(self.drafter, self._state.normed)]
+        while len(tokens) < depth:
+            state = self.drafter.next(state, tokens[-1])
+            tokens.append(greedy_tokens(self.drafter, state.normed))
+        self._state = None
+        return torch.cat(tokens, 1)
+
+
+def chain(drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: int) -> Int[Tensor, "batch depth"]:
+    """Draft one chain per sequence, from row ``rows[b]``, token by token. Equals ``all_starts(feed="own")`` there."""
+    check_fits(drafter, batch)
+    batch = batch.to(drafter.fc.weight.device, drafter.fc.weight.dtype)
+    rows = torch.as_tensor(rows, device=batch.tokens.device)
+    if bool((rows < 0).any()) or bool((rows > batch.lengths - 2).any()):
+        raise DriftlabError(f"rows {rows.tolist()}: row t needs token t + 1, so 0 <= t <= length - 2")
+    last = int(rows.max()) + 1
+    session = Chain(drafter, prompt_lengths=batch.prompt_lengths.tolist(), sinks=batch.sinks)
+    session.extend(batch.tokens[:, 1 : last + 1], batch.aux[:, :last], rows)
+    return session.draft(depth)
+
+
+def check_depth(depth: int) -> None:
+    """Raise DriftlabError unless depth >= 1."""
+    if depth < 1:
+        raise DriftlabError(f"depth {depth}: a draft has at least one token")
+
+
+def check_fits(drafter: Drafter, data: Trajectory | Batch) -> None:
+    """Raise DriftlabError if the recorded states are not those that the drafter's fusion takes."""
+    config = drafter.config
+    if isinstance(data, Trajectory):
+        if tuple(data.aux_layers) != config.aux_layers:
+            raise DriftlabError(
+                f"the drafter reads target states {list(config.aux_layers)}, the recording holds "
+                f"{list(data.aux_layers)}: record with aux_layers={list(config.aux_layers)}"
+            )
+        aux, width = len(data.aux_layers), data.spec.hidden_size
+    else:
+        aux, width = data.aux.shape[2:]
+    if (aux, width) != (len(config.aux_layers), config.target_hidden_size):
+        raise DriftlabError(
+            f"the drafter's fc.weight takes {len(config.aux_layers)} states of width {config.target_hidden_size}, the "
+            f"recording has {aux} of width {width}"
+        )
+
+
+def _joined(drafts: Sequence[Draft]) -> Draft:
+    if len(drafts) == 1:
+        return drafts[0]
+    starts = max(d.rows.shape[1] for d in drafts)
+
+    def padded(name: str) -> Tensor:
+        parts = []
+        for draft in drafts:
+            value = getattr(draft, name)
+            padding = value.new_zeros(value.shape[0], starts - value.shape[1], *value.shape[2:])
+            parts.append(torch.cat([value, padding], 1))
+        return torch.cat(parts)
+
+    ids = tuple(name for draft in drafts for name in draft.ids)
+    return Draft(padded("tokens"), padded("rows"), padded("valid"), ids, drafts[0].feed)

@@ -1,0 +1,6 @@
+"""The hookable drafter: configuration, layers, model, checkpoint files."""
+
+from driftlab.drafter.config import VARIANTS, DrafterConfig, Variant, variant_name
+from driftlab.drafter.model import Drafter, DraftState
+
+__all__ = ["VARIANTS", "DraftState", "Drafter", "DrafterConfig", "Variant", "variant_name"]

@@ -1,0 +1,250 @@
+r"""The EAGLE-3 drafter with the two switches of EAGLE 3.1, each a module substitution made in ``__init__``.
+
+    c_t  = concat_i  N_i(h_t^(k_i))         N_i: RMSNorm if fc_norm, else identity
+    g_t  = W_fc c_t                         target states only, never the drafter's own
+    u    = layers(embedding, s)             s = g_t at depth 1, the feedback deeper
+    y    = RMS(u);  logits = W_lm y         the head always reads the normed state
+    feedback = y if norm_output else u
+
+(EAGLE-3: arXiv 2503.01840; the switches: arXiv 2605.09992.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from driftlab.drafter.config import DrafterConfig
+from driftlab.drafter.layers import FirstLayer, Layer, LayerKV, RMSNorm
+from driftlab.errors import DriftlabError
+from driftlab.hooks import HookedModule, HookPoint
+from driftlab.segments import Starts
+from driftlab.trajectory import TargetHead
+
+
+class Table(nn.Module):
+    """A weight that belongs to the target: used, moved with the drafter, never trained and never saved with it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+
+
+class Fusion(nn.Module):
+    """Hook points of the fusion. Its weights stand beside it, where real checkpoints have them: fc, fc_norm.i."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_states = HookPoint()  # [batch row aux d_target], as captured
+        self.hook_aux = HookPoint()  # [batch row aux d_target], after the per-state norm
+        self.hook_fused = HookPoint()  # [batch row d_model]
+
+
+@dataclass
+class DraftState:
+    """Where a set of chains stands after some depth."""
+
+    kv: list[LayerKV]
+    starts: Starts
+    depth: int
+    normed: Float[Tensor, "batch start d_model"]
+    """y: what the head reads"""
+    feedback: Float[Tensor, "batch start d_model"]
+    """what the next depth receives"""
+
+
+class Drafter(HookedModule):
+    """EAGLE-3 drafter. ``target`` (a Target, a Trajectory, or anything with ``.head``) lends embedding and head.
+
+    Args:
+        config: shapes and switches.
+        target: needed unless the config has ``own_embed`` and an own ``lm_head``.
+        draft_vocab: ascending target ids of the draft vocabulary; needed when draft_vocab_size < vocab_size, unless a
+            state dict that holds d2t is loaded next.
+        seed: of the initial weights: normal with standard deviation 0.02, norms at one.
+
+    Raises:
+        DriftlabError: when the target's tables do not fit.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        target: Any = None,
+        *,
+        draft_vocab: Sequence[int] | Tensor | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        head = None if target is None else target.head
+        _check_fits(config, head)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        aux = range(len(config.aux_layers))
+        self.fusion = Fusion()
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(config.target_hidden_size, eps) if config.fc_norm else nn.Identity() for _ in aux
+        )
+        self.fc = nn.Linear(len(aux) * config.target_hidden_size, width, bias=False)
+        self.layers = nn.ModuleList([FirstLayer(config), *(Layer(config) for _ in range(config.num_hidden_layers - 1))])
+        self.norm = RMSNorm(width, eps)
+        self.hook_starts = HookPoint()  # the Starts of a run, at depth 0, before its first depth
+        self.hook_normed = HookPoint()  # [batch start d_model]
+        self.hook_feedback = HookPoint()  # [batch start d_model]
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+            if draft_vocab is not None:
+                self.set_draft_vocab(draft_vocab)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embed else Table(head.embed)
+        self._target_head = None if config.lm_head == "own" else head
+        if config.lm_head == "own":
+            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        else:
+            self._bind_head()
+        self._initialise(seed)
+        self.name_hook_points()
+
+    def _initialise(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, (nn.Linear, nn.Embedding)):
+                    module.weight.normal_(0, 0.02, generator=generator)
+
+    @classmethod
+    def load(cls, path: str | Path, target: Any = None) -> Drafter:
+        """Load a checkpoint folder; see :func:`driftlab.drafter.checkpoint.load`."""
+        from driftlab.drafter.checkpoint import load
+
+        return load(path, target)
+
+    def save(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Save as a checkpoint folder; see :func:`driftlab.drafter.checkpoint.save`."""
+        from driftlab.drafter.checkpoint import save
+
+        save(self, path, dtype=dtype)
+
+    def set_draft_vocab(self, ids: Sequence[int] | Tensor) -> None:
+        """Set d2t (offsets: target id = draft id + d2t[draft id]) and t2d from ascending target ids."""
+        ids = torch.as_tensor(ids, dtype=torch.int64)
+        size, vocab = self.config.draft_vocab_size, self.config.vocab_size
+        if ids.shape != (size,) or bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
+            raise DriftlabError(f"the draft vocabulary must be {size} distinct ascending target ids in 0..{vocab - 1}")
+        self.d2t.copy_(ids - torch.arange(size))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the draft vocabulary is smaller than the target's."""
+        return self.config.draft_vocab_size < self.config.vocab_size
+
+    @property
+    def draft_vocab(self) -> Int[Tensor, " draft_vocab"]:
+        """Target id of every draft id."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
+        return ids + self.d2t if self.reduced else ids
+
+    def to_target(self, draft_ids: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+        """Map draft ids to target ids."""
+        return draft_ids + self.d2t[draft_ids] if self.reduced else draft_ids
+
+    def fuse(self, aux: Float[Tensor, "batch row aux d_target"]) -> Float[Tensor, "batch row d_model"]:
+        """Project captured target states (fc in their order, ascending by layer)."""
+        dtype = self.fc.weight.dtype
+        states = self.fusion.hook_states(aux.to(dtype), 1)
+        normed = torch.stack([norm(state) for norm, state in zip(self.fc_norm, states.unbind(2), strict=True)], 2)
+        return self.fusion.hook_fused(self.fc(self.fusion.hook_aux(normed, 1).flatten(2)), 1)
+
+    def embed(self, tokens: Int[Tensor, "batch row"]) -> Float[Tensor, "batch row d_model"]:
+        """Embed target ids."""
+        return nn.functional.embedding(tokens, self.embed_tokens.weight).to(self.fc.weight.dtype)
+
+    def first(
+        self,
+        tokens: Int[Tensor, "batch row"],
+        aux: Float[Tensor, "batch row aux d_target"],
+        starts: Starts,
+        past: list[LayerKV] | None = None,
+    ) -> DraftState:
+        """Depth 1 over new context rows: ``tokens[:, i]`` is the token *after* the position of state ``aux[:, i]``.
+
+        ``past``: keys of the rows before. Outputs are for ``starts.rows`` only (absolute rows, among the new ones).
+        """
+        offset = 0 if past is None else past[0].k.shape[2]
+        batch, rows = tokens.shape
+        positions = (offset + torch.arange(rows, device=tokens.device)).expand(batch, rows)
+        every = Starts(positions, torch.ones_like(positions, dtype=torch.bool), starts.segments, starts.ids)
+        embed, hidden, kv = self.embed(tokens), self.fuse(aux), []
+        for index, layer in enumerate(self.layers):
+            last = index == len(self.layers) - 1
+            hidden, layer_kv = layer.first(
+                embed, hidden, positions, starts if last else every, None if past is None else past[index]
+            )
+            kv.append(layer_kv)
+        return self._state(hidden, kv, starts, 1)
+
+    def next(self, state: DraftState, tokens: Int[Tensor, "batch start"]) -> DraftState:
+        """One depth deeper: feed ``tokens`` (target ids) and the last feedback. Extends the own keys in ``state.kv``."""
+        embed, hidden, depth = self.embed(tokens), state.feedback, state.depth + 1
+        for layer, kv in zip(self.layers, state.kv, strict=True):
+            hidden = layer.next(embed, hidden, kv, state.starts, depth)
+        return self._state(hidden, state.kv, state.starts, depth)
+
+    def _state(self, resid: Tensor, kv: list[LayerKV], starts: Starts, depth: int) -> DraftState:
+        normed = self.hook_normed(self.norm(resid), depth)
+        feedback = self.hook_feedback(normed if self.config.norm_output else resid, depth)
+        return DraftState(kv, starts, depth, normed, feedback)
+
+    def logits(self, normed: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch draft_vocab"]:
+        """Draft logits of normed states, over the draft vocabulary."""
+        return nn.functional.linear(normed, self.lm_head.weight.to(normed.dtype))
+
+    def forward(
+        self, tokens: Int[Tensor, "batch pos"], aux: Float[Tensor, "batch pos aux d_target"]
+    ) -> Float[Tensor, "batch row draft_vocab"]:
+        """Depth-1 logits of every row t = 0..pos-2 of a text; row t drafts token t + 2."""
+        batch, rows = tokens.shape[0], tokens.shape[1] - 1
+        index = torch.arange(rows, device=tokens.device).expand(batch, rows)
+        starts = Starts(index, torch.ones_like(index, dtype=torch.bool), torch.full_like(index, 2), ("",) * batch)
+        return self.logits(self.first(tokens[:, 1:], aux[:, :-1], starts).normed)
+
+    def _bind_head(self) -> None:
+        """Take the target's head rows for the draft vocabulary; again after d2t has changed."""
+        head, config = self._target_head, self.config
+        rows = head.lm_head[self.draft_vocab.to(head.lm_head.device)] if self.reduced else head.lm_head
+        if config.lm_head == "target_with_norm":
+            rows = rows.float() * head.norm_weight.float()
+        self.lm_head = Table(rows.to(self.fc.weight))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self._target_head is not None and self.reduced:
+            self._bind_head()
+
+
+def _check_fits(config: DrafterConfig, head: TargetHead | None) -> None:
+    if head is None:
+        if not config.own_embed or config.lm_head != "own":
+            raise DriftlabError(
+                "this drafter uses the target's embedding or head: pass target= (a Target or a Trajectory)"
+            )
+        return
+    vocab, width = head.embed.shape
+    if width != config.target_hidden_size:
+        raise DriftlabError(
+            f"drafter does not fit the target: fc takes states {config.target_hidden_size} wide (fc.weight "
+            f"[{config.hidden_size}, {len(config.aux_layers) * config.target_hidden_size}]), the target's are {width}"
+        )
+    if vocab != config.vocab_size:
+        raise DriftlabError(
+            f"drafter does not fit the target: its vocabulary has {config.vocab_size} tokens, the target's embedding "
+            f"embed_tokens.weight is [{vocab}, {width}]"
+        )

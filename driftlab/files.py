@@ -1,0 +1,101 @@
+"""Files that appear whole or not at all, a cache folder, and a lock that two processes can share."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from filelock import FileLock
+
+from driftlab.errors import DriftlabError
+
+
+def cache_dir() -> Path:
+    """Return the cache folder: ``DRIFTLAB_CACHE`` if set, else the platform's own. It is made on first use."""
+    root = os.environ.get("DRIFTLAB_CACHE")
+    path = Path(root).expanduser() if root else Path(platformdirs.user_cache_dir("driftlab"))
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path`` + ``.lock`` for the block; a second process waits. Released when a process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        yield
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder; rename it to ``path`` if the block succeeds, remove it otherwise.
+
+    The file is flushed to disk before the rename, so that ``path`` is never seen half-written, not even after a power
+    cut. A full disk or a read-only folder becomes a :class:`DriftlabError` that names the file.
+    """
+    path = Path(path)
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        temporary.chmod(0o666 & ~_umask())
+        yield temporary
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _explained(error, path) from error
+    except Exception as error:
+        # safetensors wraps the system's message in an error type of its own
+        if "No space left on device" in str(error):
+            raise _explained(OSError(errno.ENOSPC, str(error)), path) from error
+        raise
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` as UTF-8, whole or not at all."""
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON with sorted keys, whole or not at all. NaN is refused: JSON has none."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON; a broken or missing file is a :class:`DriftlabError` that names it."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DriftlabError(f"{path} does not exist") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DriftlabError(f"{path} is not valid JSON ({error})") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _explained(error: OSError, path: Path) -> DriftlabError:
+    if error.errno == errno.ENOSPC:
+        return DriftlabError(
+            f"no space left while writing {path}: what was finished before is kept; free space and run the same command"
+        )
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return DriftlabError(f"cannot write {path}: {error.strerror}; choose another folder or change its permissions")
+    return DriftlabError(f"cannot write {path}: {error}")

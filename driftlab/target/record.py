@@ -1,0 +1,255 @@
+"""Record a target: continue the prompts (or take given answers), then one teacher-forced pass that keeps the states.
+
+Written piece by piece: stopped at any moment, the same call goes on where it stopped. The last hidden state is stored
+after the final norm, so head(last_hidden) are the target's logits (SpecForge-style readers that forget the norm train on
+another distribution: TorchSpec#169).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driftlab.errors import DriftlabError
+from driftlab.files import cache_dir, locked, read_json, write_json
+from driftlab.progress import Progress
+from driftlab.prompts import Prompt
+from driftlab.results import provenance
+from driftlab.target.adapter import Adapter
+from driftlab.target.sampling import Sampling, continue_prompts, streams
+from driftlab.trajectory import (
+    FORMAT_VERSION,
+    Recorded,
+    TargetSpec,
+    Trajectory,
+    finish_recording,
+    piece_entries,
+    piece_is_whole,
+    piece_path,
+    read_entries,
+    write_piece,
+)
+
+_SINK_SEQUENCES = 8
+_SINK_POSITIONS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything that decides what a recording contains."""
+
+    spec: TargetSpec
+    aux_layers: tuple[int, ...]
+    prompts: tuple[Prompt, ...]
+    prompt_ids: tuple[tuple[int, ...], ...]
+    answers: tuple[tuple[int, ...], ...] | None
+    max_new_tokens: int
+    sampling: Sampling
+    template: str
+    target_dtype: str
+    store_dtype: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is written into the recording, and shown."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            **dataclasses.asdict(self.sampling),
+            "template": self.template,
+            "answers": "target" if self.answers is None else "given",
+            "target_dtype": self.target_dtype,
+            "store_dtype": self.store_dtype,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all of it. Batch and piece size are left out: they do not change a text."""
+        content = {
+            "format": FORMAT_VERSION,
+            "target": self.spec.fingerprint,
+            "aux_layers": self.aux_layers,
+            "ids": [prompt.id for prompt in self.prompts],
+            "tokens": self.prompt_ids,
+            "answers": self.answers,
+            "settings": self.settings,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def run(
+    adapter: Adapter, tokenizer: Any, job: Job, *, out: Path | None, piece_size: int, progress: Progress
+) -> Trajectory:
+    """Do the job, or what is left of it, and open the result."""
+    folder = out or cache_dir() / "recordings" / job.fingerprint[:16]
+    with locked(folder):
+        _claim(folder, job, piece_size)
+        piece_size = read_json(folder / "recording.json")["piece_size"]
+        pieces = [range(i, min(i + piece_size, len(job.prompts))) for i in range(0, len(job.prompts), piece_size)]
+        if not (folder / "trajectory.json").is_file():
+            _write_head(adapter, job, folder)
+        missing = [i for i in range(len(pieces)) if not piece_is_whole(piece_path(folder, i), job.fingerprint)]
+        if missing or not (folder / "trajectory.json").is_file():
+            adapter.check_head(torch.tensor([list(job.prompt_ids[0])[:64]], device=adapter.device))
+            _record_pieces(adapter, job, folder, pieces, missing, progress)
+            finish_recording(
+                folder,
+                spec=job.spec,
+                aux_layers=job.aux_layers,
+                settings=job.settings,
+                sink=_sink(adapter, tokenizer, job, folder),
+                pieces=len(pieces),
+                head=_head_name(job),
+                provenance=provenance(job.settings),
+            )
+    return Trajectory.open(folder)
+
+
+def _claim(folder: Path, job: Job, piece_size: int) -> None:
+    """Write what is being recorded, or refuse a folder that holds another recording."""
+    marker = folder / "recording.json"
+    ours = {"fingerprint": job.fingerprint, "piece_size": piece_size, "settings": job.settings}
+    ours |= {"target": job.spec.label, "aux_layers": list(job.aux_layers), "prompts": len(job.prompts)}
+    if not marker.is_file():
+        write_json(marker, ours)
+        return
+    theirs = read_json(marker)
+    if theirs.get("fingerprint") == job.fingerprint:
+        return
+    flat = [{**{k: v for k, v in d.items() if k != "settings"}, **d.get("settings", {})} for d in (theirs, ours)]
+    differing = sorted(
+        key
+        for key in flat[0].keys() | flat[1].keys()
+        if key not in ("fingerprint", "piece_size") and flat[0].get(key) != flat[1].get(key)
+    )
+    what = ", ".join(f"{key}: {flat[0].get(key)} there, {flat[1].get(key)} asked" for key in differing)
+    raise DriftlabError(
+        f"{folder} holds another recording ({what or 'other prompts, answers or weights'}): choose another folder"
+    )
+
+
+def _head_name(job: Job) -> str:
+    return f"head-{job.spec.fingerprint[:12]}.safetensors"
+
+
+def _write_head(adapter: Adapter, job: Job, folder: Path) -> None:
+    path = folder.parent / _head_name(job)
+    if not path.is_file():
+        adapter.head().save(path)
+
+
+def _record_pieces(
+    adapter: Adapter,
+    job: Job,
+    folder: Path,
+    pieces: Sequence[range],
+    missing: Sequence[int],
+    progress: Progress,
+) -> None:
+    total = len(job.prompts)
+    done = total - sum(len(pieces[i]) for i in missing)
+    generators = streams(job.prompt_ids, job.sampling.seed)
+    progress("recording", done, total)
+    for number in missing:
+        indices, before = pieces[number], done
+        prompts = [list(job.prompt_ids[i]) for i in indices]
+        if job.answers is None:
+            answers = continue_prompts(
+                adapter,
+                prompts,
+                max_new_tokens=job.max_new_tokens,
+                stop_ids=job.spec.eos_ids,
+                sampling=job.sampling,
+                generators=[generators[i] for i in indices],
+                report=lambda finished, before=before: progress("recording", before + finished // 2, total),
+            )
+        else:
+            answers = [list(job.answers[i]) for i in indices]
+        sequences = capture(adapter, job, indices, prompts, answers)
+        write_piece(piece_path(folder, number), sequences, job.fingerprint)
+        done += len(indices)
+        progress("recording", done, total)
+
+
+@torch.inference_mode()
+def capture(
+    adapter: Adapter,
+    job: Job,
+    indices: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+) -> list[Recorded]:
+    """One teacher-forced pass over right-padded texts, in batches of like length; states kept by position."""
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    dtype = getattr(torch, job.store_dtype)
+    sequences: dict[int, Recorded] = {}
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    for group in (order[i : i + 4] for i in range(0, len(order), 4)):
+        longest = max(len(texts[i]) for i in group)
+        tokens = torch.tensor([texts[i] + [0] * (longest - len(texts[i])) for i in group])
+        with adapter.capturing(job.aux_layers) as states:
+            last = adapter.hidden(tokens.to(adapter.device))
+        for row, i in enumerate(group):
+            length, prompt = len(texts[i]), job.prompts[indices[i]]
+            aux = torch.stack([states[k][row, :length].cpu() for k in job.aux_layers], 1)
+            hidden = last[row, :length]
+            _check_finite(aux, hidden, job, prompt.id)
+            lse = torch.full((length,), float("nan"))
+            first = len(prompts[i]) - 1
+            lse[first:] = adapter.logits(hidden[first:]).logsumexp(-1).cpu()
+            sequences[i] = Recorded(
+                id=prompt.id,
+                category=prompt.category or "",
+                prompt_length=len(prompts[i]),
+                finish="stop" if answers[i][-1] in job.spec.eos_ids else "length",
+                tokens=tokens[row, :length].clone(),
+                aux=aux.to(dtype),
+                last_hidden=hidden.float().cpu(),
+                lse=lse,
+            )
+    return [sequences[i] for i in range(len(texts))]
+
+
+def _check_finite(aux: Tensor, last: Tensor, job: Job, prompt_id: str) -> None:
+    store = getattr(torch, job.store_dtype)
+    for name, states in [*((f"layer {k}", aux[:, i]) for i, k in enumerate(job.aux_layers)), ("last hidden", last)]:
+        for what, value in (("the target's state", states), (f"that state stored as {job.store_dtype}", states.to(store))):
+            bad = (~value.isfinite()).any(-1).nonzero()
+            if len(bad):
+                raise DriftlabError(
+                    f"prompt {prompt_id!r}, token {int(bad[0])}, {name}: {what} is not finite; finished pieces are kept. "
+                    "Try dtype float32 (half precision overflows at 65504)"
+                )
+
+
+def _sink(adapter: Adapter, tokenizer: Any, job: Job, folder: Path) -> dict[str, Any]:
+    """Search the target's sink over all positions that the prompts share; position 0 if it cannot be watched."""
+    sequences = read_entries(folder, piece_entries(piece_path(folder, 0), 0)[:_SINK_SEQUENCES])
+    shared = max(1, min(s.prompt_length for s in sequences) - 1)
+    try:
+        masses = [adapter.position_mass(s.tokens[None].to(adapter.device), s.prompt_length - 1) for s in sequences]
+    except DriftlabError as error:
+        return {"positions": [0], "found": False, "reason": str(error)}
+    if not masses[0]:
+        return {"positions": [0], "found": False, "reason": "no layer with softmax attention was seen"}
+    by_layer = {layer: torch.stack([m[layer][:shared] for m in masses]).mean(0) for layer in masses[0]}
+    mean = torch.stack(list(by_layer.values())).mean(0)
+    top = mean.topk(min(_SINK_POSITIONS, shared)).indices.tolist()
+    tokens = sequences[0].tokens
+    return {
+        "positions": [top[0]],
+        "found": True,
+        "sequences": len(sequences),
+        "searched_positions": shared,
+        "top": [
+            {"position": p, "token": tokenizer.decode([int(tokens[p])]), "mass": float(mean[p])} for p in top
+        ],
+        "by_layer": {str(layer): float(mass[top[0]]) for layer, mass in by_layer.items()},
+    }
+

@@ -1,0 +1,384 @@
+"""The recorded target pass: tokens, aux states, last hidden state. All that is measured is computed from it.
+
+A trajectory is a folder: ``trajectory.json`` (what was recorded and how), ``piece-00000.safetensors`` ... (some sequences
+each, written whole as they are finished), and, beside the folder, the target's embedding, head and final-norm gain in
+``head-<fingerprint>.safetensors``. Sequences are stored end to end without padding and read by memory map.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from driftlab.errors import DriftlabError
+from driftlab.files import atomic, read_json, write_json
+from driftlab.segments import Starts, answer_starts
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSpec:
+    """Shapes and identity of a target: what a drafter has to know of it."""
+
+    name: str
+    """how it was asked for: a known name, a Hugging Face id, or a folder's name"""
+    label: str
+    """what to call it wherever a number stands, e.g. with its quantisation"""
+    fingerprint: str
+    """hash of the weights' identity"""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_type: str
+    max_positions: int
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TargetSpec:
+        """Rebuild from ``dataclasses.asdict``."""
+        return cls(**{**values, "eos_ids": tuple(values["eos_ids"])})
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """The target's tables: ``embed [vocab d_target]``, ``lm_head [vocab d_target]``, ``norm_weight [d_target]``.
+
+    ``lm_head`` reads states *after* the final norm; ``norm_weight`` is that norm's gain.
+    """
+
+    embed: Float[Tensor, "vocab d_target"]
+    lm_head: Float[Tensor, "vocab d_target"]
+    norm_weight: Float[Tensor, " d_target"]
+
+    def logits(self, last_hidden: Float[Tensor, "*batch d_target"]) -> Float[Tensor, "*batch vocab"]:
+        """The target's logits of post-norm states, in float32."""
+        return torch.nn.functional.linear(last_hidden.float(), self.lm_head.float())
+
+    def save(self, path: Path) -> None:
+        """Write the tables; a tied head is written once."""
+        tensors = {"embed": self.embed.cpu().contiguous(), "norm_weight": self.norm_weight.cpu().contiguous()}
+        if self.lm_head.data_ptr() != self.embed.data_ptr() and not torch.equal(self.lm_head, self.embed):
+            tensors["lm_head"] = self.lm_head.cpu().contiguous()
+        with atomic(path) as temporary:
+            save_file(tensors, temporary, metadata={"driftlab_format_version": str(FORMAT_VERSION)})
+
+    @classmethod
+    def load(cls, path: Path) -> TargetHead:
+        """Read what :meth:`save` wrote. Raises DriftlabError if the file is missing, broken or of another version."""
+        with _open(path) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), tensors["norm_weight"])
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One recorded sequence, unpadded. ``tokens [pos]``; the answer starts at ``prompt_length``.
+
+    ``finish``: "stop" (the last token is EOS) or "length". ``lse [pos]``: log-sum-exp of the target's logits at each
+    answer row (NaN below row P - 1), so that p(x) = exp(logit_x - lse) is exact for any subset of the vocabulary.
+    """
+
+    id: str
+    category: str
+    prompt_length: int
+    finish: str
+    tokens: Int[Tensor, " pos"]
+    aux: Float[Tensor, "pos aux d_target"]
+    last_hidden: Float[Tensor, "pos d_target"]
+    lse: Float[Tensor, " pos"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some sequences, right-padded to the longest. ``lengths``, ``prompt_lengths [batch]`` count tokens."""
+
+    tokens: Int[Tensor, "batch pos"]
+    aux: Float[Tensor, "batch pos aux d_target"]
+    last_hidden: Float[Tensor, "batch pos d_target"]
+    lse: Float[Tensor, "batch pos"]
+    lengths: Int[Tensor, " batch"]
+    prompt_lengths: Int[Tensor, " batch"]
+    ids: tuple[str, ...]
+    finish: tuple[str, ...]
+    sinks: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def valid(self) -> Bool[Tensor, "batch pos"]:
+        """True where there is a token."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+
+    @property
+    def starts(self) -> Starts:
+        """Every answer row t, P - 1 <= t <= T - 2, with the segments of the key rows."""
+        return answer_starts(self.prompt_lengths, self.lengths, self.sinks, self.ids)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
+        """Move to a device; floating-point states are cast to ``dtype`` if one is given (lse stays)."""
+        moved = {
+            f.name: getattr(self, f.name).to(device)
+            for f in dataclasses.fields(self)
+            if isinstance(getattr(self, f.name), Tensor)
+        }
+        if dtype is not None:
+            moved |= {name: moved[name].to(dtype) for name in ("aux", "last_hidden")}
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a sequence lies: its place in a piece, and what is known of it without reading its states."""
+
+    id: str
+    category: str
+    prompt_length: int
+    length: int
+    finish: str
+    piece: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A recorded set of sequences, in the order of the prompts.
+
+    ``trajectory[i]`` reads one sequence, ``batches()`` padded batches, ``subset(indices)`` is a view. ``settings`` says
+    how it was recorded; ``sinks`` are the sink positions; ``head`` the target's tables, so that nothing downstream
+    needs the target.
+    """
+
+    path: Path
+    spec: TargetSpec
+    aux_layers: tuple[int, ...]
+    settings: dict[str, Any]
+    sinks: tuple[int, ...]
+    sink_report: dict[str, Any]
+    entries: tuple[Entry, ...]
+    head_path: Path
+    _opened: dict[int | str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Trajectory:
+        """Open a finished recording. Raises DriftlabError if it is missing, unfinished, broken or of another version."""
+        path = Path(path)
+        if not (path / "trajectory.json").is_file():
+            pieces = len(list(path.glob("piece-*.safetensors")))
+            state = f"holds {pieces} pieces of an unfinished recording" if pieces else "is not a recording"
+            raise DriftlabError(f"{path} {state}: run the same record command again")
+        values = read_json(path / "trajectory.json")
+        check_version(values.get("format_version"), path / "trajectory.json")
+        entries = [e for piece in range(values["pieces"]) for e in piece_entries(piece_path(path, piece), piece)]
+        return cls(
+            path=path,
+            spec=TargetSpec.from_dict(values["target"]),
+            aux_layers=tuple(values["aux_layers"]),
+            settings=values["settings"],
+            sinks=tuple(values["sink"]["positions"]),
+            sink_report=values["sink"],
+            entries=tuple(entries),
+            head_path=path.parent / values["head"],
+        )
+
+    @property
+    def head(self) -> TargetHead:
+        """The target's embedding, head and final-norm gain. Read once, shared by all views."""
+        if "head" not in self._opened:
+            self._opened["head"] = TargetHead.load(self.head_path)
+        return self._opened["head"]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Recorded]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Recorded:
+        entry = self.entries[index]
+        return _read(self._file(entry.piece), entry)
+
+    def tokens(self, index: int) -> Int[Tensor, " pos"]:
+        """Read the tokens of one sequence, without its states."""
+        entry = self.entries[index]
+        return self._file(entry.piece).get_slice("tokens")[entry.offset : entry.offset + entry.length].long()
+
+    def _file(self, piece: int) -> Any:
+        if piece not in self._opened:
+            self._opened[piece] = _open(piece_path(self.path, piece))
+        return self._opened[piece]
+
+    def subset(self, indices: Sequence[int]) -> Trajectory:
+        """Return a view of some sequences, in the given order."""
+        return dataclasses.replace(self, entries=tuple(self.entries[i] for i in indices))
+
+    def with_sinks(self, sinks: Sequence[int]) -> Trajectory:
+        """Return a view whose sink positions are ``sinks``, in place of those found in the target."""
+        return dataclasses.replace(self, sinks=tuple(sinks))
+
+    @property
+    def answer_tokens(self) -> int:
+        """Number of answer tokens in all."""
+        return sum(entry.length - entry.prompt_length for entry in self.entries)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Read some sequences into one right-padded batch."""
+        sequences = [self[i] for i in indices]
+        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        return Batch(
+            tokens=pad([s.tokens for s in sequences]),
+            aux=pad([s.aux for s in sequences]),
+            last_hidden=pad([s.last_hidden for s in sequences]),
+            lse=pad([s.lse for s in sequences], padding_value=float("nan")),
+            lengths=torch.tensor([len(s.tokens) for s in sequences]),
+            prompt_lengths=torch.tensor([s.prompt_length for s in sequences]),
+            ids=tuple(s.id for s in sequences),
+            finish=tuple(s.finish for s in sequences),
+            sinks=self.sinks,
+        )
+
+    def batches(self, max_tokens: int = 2048) -> Iterator[Batch]:
+        """Yield batches in order, each of at most ``max_tokens`` padded tokens (but at least one sequence)."""
+        group: list[int] = []
+        longest = 0
+        for index, entry in enumerate(self.entries):
+            longest = max(longest, entry.length)
+            if group and longest * (len(group) + 1) > max_tokens:
+                yield self.batch(group)
+                group, longest = [], entry.length
+            group.append(index)
+        if group:
+            yield self.batch(group)
+
+
+def piece_path(folder: Path, piece: int) -> Path:
+    """Path of piece number ``piece``."""
+    return folder / f"piece-{piece:05d}.safetensors"
+
+
+def write_piece(path: Path, sequences: Sequence[Recorded], fingerprint: str) -> None:
+    """Write some sequences as one piece, whole or not at all. ``fingerprint`` ties it to its recording."""
+    offsets, total = [], 0
+    for sequence in sequences:
+        offsets.append(total)
+        total += len(sequence.tokens)
+    index = [
+        {
+            "id": s.id,
+            "category": s.category,
+            "prompt_length": s.prompt_length,
+            "length": len(s.tokens),
+            "finish": s.finish,
+            "offset": offset,
+        }
+        for s, offset in zip(sequences, offsets, strict=True)
+    ]
+    tensors = {
+        "tokens": torch.cat([s.tokens.to(torch.int32) for s in sequences]),
+        "aux": torch.cat([s.aux for s in sequences]),
+        "last_hidden": torch.cat([s.last_hidden for s in sequences]),
+        "lse": torch.cat([s.lse for s in sequences]),
+    }
+    metadata = {
+        "driftlab_format_version": str(FORMAT_VERSION),
+        "fingerprint": fingerprint,
+        "sequences": json.dumps(index),
+    }
+    with atomic(path) as temporary:
+        save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, temporary, metadata=metadata)
+
+
+def piece_entries(path: Path, piece: int) -> list[Entry]:
+    """Read a piece's index. Raises DriftlabError if the piece is missing or broken."""
+    with _open(path) as file:
+        index = json.loads(file.metadata()["sequences"])
+    return [Entry(piece=piece, **values) for values in index]
+
+
+def read_entries(folder: Path, entries: Sequence[Entry]) -> list[Recorded]:
+    """Read sequences of a recording that need not be finished."""
+    return [_read(_open(piece_path(folder, entry.piece)), entry) for entry in entries]
+
+
+def _read(file: Any, entry: Entry) -> Recorded:
+    span = slice(entry.offset, entry.offset + entry.length)
+    values = {name: file.get_slice(name)[span] for name in ("tokens", "aux", "last_hidden", "lse")}
+    values["tokens"] = values["tokens"].long()
+    return Recorded(entry.id, entry.category, entry.prompt_length, entry.finish, **values)
+
+
+def piece_is_whole(path: Path, fingerprint: str) -> bool:
+    """Whether ``path`` is a readable piece of the recording with this fingerprint."""
+    if not path.is_file():
+        return False
+    try:
+        with _open(path) as file:
+            return file.metadata()["fingerprint"] == fingerprint
+    except DriftlabError:
+        return False
+
+
+def check_version(version: Any, path: Path) -> None:
+    """Raise DriftlabError unless ``version`` is the one that this code reads."""
+    if str(version) != str(FORMAT_VERSION):
+        raise DriftlabError(
+            f"{path} has trajectory format version {version}; this driftlab reads {FORMAT_VERSION}: "
+            "update driftlab, or record again"
+        )
+
+
+def finish_recording(
+    path: Path,
+    *,
+    spec: TargetSpec,
+    aux_layers: Sequence[int],
+    settings: dict[str, Any],
+    sink: dict[str, Any],
+    pieces: int,
+    head: str,
+    provenance: dict[str, Any],
+) -> None:
+    """Write trajectory.json, which makes the recording complete."""
+    write_json(
+        path / "trajectory.json",
+        {
+            "format_version": FORMAT_VERSION,
+            "target": dataclasses.asdict(spec),
+            "aux_layers": list(aux_layers),
+            "settings": settings,
+            "sink": sink,
+            "pieces": pieces,
+            "head": head,
+            "provenance": provenance,
+        },
+    )
+
+
+def _open(path: Path) -> Any:
+    """Open a safetensors file of ours by memory map, its version checked."""
+    if not path.is_file():
+        raise DriftlabError(f"{path} does not exist; it belongs to a recording: keep folder and head file together")
+    try:
+        file = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise DriftlabError(f"{path} is not a whole safetensors file ({error}): record again") from error
+    check_version((file.metadata() or {}).get("driftlab_format_version"), path)
+    return file
