@@ -113,11 +113,11 @@ class AttentionMass(Probe):
 
     def attach(self) -> None:
         """Watch every layer's statistics."""
-        windows = tuple(sorted({*self.recent, *range(1, self.null_depth)}))
+        windows = {*self.recent, *range(1, self.null_depth)}
         for index, layer in enumerate(self.drafter.layers):
             attention, prefix = layer.self_attn, f"layers.{index}.self_attn"
             self._stack.callback(setattr, attention, "recent_windows", attention.recent_windows)
-            attention.recent_windows = windows
+            attention.recent_windows = tuple(sorted(windows.union(attention.recent_windows)))
             self._watch(f"{prefix}.hook_visible", lambda v, hook, i=index: self._visible.__setitem__(i, v))
             self._watch(f"{prefix}.hook_mass", lambda v, hook, i=index: self._on_mass(v, hook.depth, i))
             self._watch(f"{prefix}.hook_entropy", lambda v, hook, i=index: self._on_entropy(v, hook.depth, i))

@@ -20,6 +20,7 @@ class ProgressBar:
         self._bar: Any = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        """Draw."""
         from tqdm.auto import tqdm
 
         if what != self._what:

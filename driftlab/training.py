@@ -320,4 +320,3 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-

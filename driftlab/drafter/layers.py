@@ -35,18 +35,22 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Default rotary position embedding; absolute positions may be offset by any constant without effect."""
+    """Default rotary position embedding; absolute positions may be offset by any constant without effect.
+
+    Angles are float64 whatever the drafter's dtype: a buffer would be cast with it, and bfloat16 has no 257.
+    """
 
     def __init__(self, head_dim: int, theta: float) -> None:
         super().__init__()
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        self.register_buffer("inverse_frequency", theta**-exponent, persistent=False)
+        self.head_dim = head_dim
+        self.theta = theta
 
     def forward(
         self, x: Float[Tensor, "batch head pos d_head"], positions: Int[Tensor, "batch pos"]
     ) -> Float[Tensor, "batch head pos d_head"]:
         """Turn ``x`` by its positions."""
-        angle = positions[:, None, :, None].to(self.inverse_frequency.dtype) * self.inverse_frequency
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=x.device) / self.head_dim
+        angle = positions[:, None, :, None] * self.theta**-exponent
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         first, second = x.chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -83,8 +83,10 @@ class Drafter(HookedModule):
     ) -> None:
         super().__init__()
         self.config = config
+        self.notes: list[str] = []
         head = None if target is None else target.head
         _check_fits(config, head)
+        self._target_head = None if config.lm_head == "own" else head
         width, eps = config.hidden_size, config.rms_norm_eps
         aux = range(len(config.aux_layers))
         self.fusion = Fusion()
@@ -103,7 +105,6 @@ class Drafter(HookedModule):
             if draft_vocab is not None:
                 self.set_draft_vocab(draft_vocab)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embed else Table(head.embed)
-        self._target_head = None if config.lm_head == "own" else head
         if config.lm_head == "own":
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         else:
@@ -140,6 +141,8 @@ class Drafter(HookedModule):
         self.d2t.copy_(ids - torch.arange(size))
         self.t2d.zero_()
         self.t2d[ids] = True
+        if self._target_head is not None:
+            self._bind_head()
 
     @property
     def reduced(self) -> bool:
@@ -181,7 +184,8 @@ class Drafter(HookedModule):
         offset = 0 if past is None else past[0].k.shape[2]
         batch, rows = tokens.shape
         positions = (offset + torch.arange(rows, device=tokens.device)).expand(batch, rows)
-        every = Starts(positions, torch.ones_like(positions, dtype=torch.bool), starts.segments, starts.ids)
+        counted = torch.zeros_like(positions).scatter_add(1, starts.rows - offset, starts.valid.long()) > 0
+        every = Starts(positions, counted, starts.segments, starts.ids)
         embed, hidden, kv = self.embed(tokens), self.fuse(aux), []
         for index, layer in enumerate(self.layers):
             last = index == len(self.layers) - 1
@@ -214,6 +218,7 @@ class Drafter(HookedModule):
         batch, rows = tokens.shape[0], tokens.shape[1] - 1
         index = torch.arange(rows, device=tokens.device).expand(batch, rows)
         starts = Starts(index, torch.ones_like(index, dtype=torch.bool), torch.full_like(index, 2), ("",) * batch)
+        self.hook_starts(starts, 0)
         return self.logits(self.first(tokens[:, 1:], aux[:, :-1], starts).normed)
 
     def _bind_head(self) -> None:

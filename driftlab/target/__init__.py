@@ -94,7 +94,9 @@ class Target:
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-        return cls(model, tokenizer, name=name if label != Path(name).name else label, label=label, aux_layers=aux_layers)
+        return cls(
+            model, tokenizer, name=name if label != Path(name).name else label, label=label, aux_layers=aux_layers
+        )
 
     @property
     def head(self) -> TargetHead:

@@ -219,7 +219,10 @@ def capture(
 def _check_finite(aux: Tensor, last: Tensor, job: Job, prompt_id: str) -> None:
     store = getattr(torch, job.store_dtype)
     for name, states in [*((f"layer {k}", aux[:, i]) for i, k in enumerate(job.aux_layers)), ("last hidden", last)]:
-        for what, value in (("the target's state", states), (f"that state stored as {job.store_dtype}", states.to(store))):
+        for what, value in (
+            ("the target's state", states),
+            (f"that state stored as {job.store_dtype}", states.to(store)),
+        ):
             bad = (~value.isfinite()).any(-1).nonzero()
             if len(bad):
                 raise DriftlabError(
@@ -247,9 +250,6 @@ def _sink(adapter: Adapter, tokenizer: Any, job: Job, folder: Path) -> dict[str,
         "found": True,
         "sequences": len(sequences),
         "searched_positions": shared,
-        "top": [
-            {"position": p, "token": tokenizer.decode([int(tokens[p])]), "mass": float(mean[p])} for p in top
-        ],
+        "top": [{"position": p, "token": tokenizer.decode([int(tokens[p])]), "mass": float(mean[p])} for p in top],
         "by_layer": {str(layer): float(mass[top[0]]) for layer, mass in by_layer.items()},
     }
-

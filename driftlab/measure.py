@@ -1,0 +1,85 @@
+"""The two measurements that most work is made of, as tidy rows: replay a drafter, and probe it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from driftlab.acceptance import accept
+from driftlab.draft import Feed, all_starts
+from driftlab.drafter import Drafter
+from driftlab.probes import AttentionMass, SinkSearch, StateNorm, drafter_settings
+from driftlab.progress import Progress, silent
+from driftlab.results import as_rows, combine
+from driftlab.simulation import Simulation, simulate
+from driftlab.trajectory import Trajectory
+
+
+def settings(drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int, feed: Feed) -> dict[str, Any]:
+    """Return the settings columns of a run: what must agree before two of its numbers are compared."""
+    recorded = trajectory.settings
+    return {
+        **drafter_settings(drafter),
+        "target": trajectory.spec.label,
+        "drafter": name,
+        "depth_max": depth,
+        "drafting": "chain",
+        "feed": feed,
+        "temperature": recorded["temperature"],
+        "template": recorded["template"],
+        "seed": recorded["seed"],
+    }
+
+
+def replay_rows(
+    drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int, progress: Progress = silent
+) -> tuple[pd.DataFrame, Simulation]:
+    """Replay greedy drafting of K = ``depth`` tokens a round; return its rows and the simulation itself.
+
+    ``match`` rows are over all starts, the acceptance rows and tau over the rounds of the walk: ``starts`` says which.
+    """
+    draft = all_starts(drafter, trajectory, depth, feed="text", progress=progress)
+    simulation = simulate(accept(draft, trajectory))
+    common = {**settings(drafter, trajectory, name, depth=depth, feed="text"), "rule": simulation.acceptance.rule}
+    records = list(simulation.records())
+    over_all = ("match", "all_starts_mean")
+    frames = [
+        as_rows([r for r in records if (r["quantity"] in over_all) == everywhere], **common, starts=starts)
+        for everywhere, starts in ((True, "all"), (False, "walk"))
+    ]
+    return combine(frames, varying=("starts",)), simulation
+
+
+def match_rows(
+    drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int, progress: Progress = silent
+) -> pd.DataFrame:
+    """Return only the text-fed top-1 match by depth, e.g. to depths beyond the K of a replay."""
+    rows, _ = replay_rows(drafter, trajectory, name, depth=depth, progress=progress)
+    return rows[rows["quantity"] == "match"].reset_index(drop=True)
+
+
+def probe_rows(
+    drafter: Drafter,
+    trajectory: Trajectory,
+    name: str,
+    *,
+    depth: int,
+    feed: Feed = "own",
+    recent: tuple[int, ...] = (8,),
+    progress: Progress = silent,
+) -> pd.DataFrame:
+    """Probe attention mass, entropy and norms at every start, by depth; on the drafter's own tokens by default."""
+    with AttentionMass(drafter, recent=recent) as mass, StateNorm(drafter) as norm:
+        all_starts(drafter, trajectory, depth, feed=feed, progress=progress)
+    common = {**settings(drafter, trajectory, name, depth=depth, feed=feed), "starts": "all"}
+    frame = combine([mass.frame(**common), norm.frame(**common)])
+    category = {entry.id: entry.category for entry in trajectory.entries}
+    return frame.assign(category=frame["prompt"].map(category).astype("str"))
+
+
+def drafter_sink(drafter: Drafter, trajectory: Trajectory, count: int = 5) -> list[tuple[int, float]]:
+    """Return the positions with the drafter's largest mean mass at depth 1, as (position, mass)."""
+    with SinkSearch(drafter) as search:
+        all_starts(drafter, trajectory, 1)
+    return search.top(count)
