@@ -133,13 +133,13 @@ def _attend_block(
     batch, heads, starts, d_head = q.shape
     kv_heads, context, own = context_k.shape[1], context_k.shape[2], own_k.shape[3]
     grouped = (batch, kv_heads, heads // kv_heads, starts)
-    q = (q * scale).view(*grouped, d_head)
-    context_scores = (q.reshape(batch, kv_heads, -1, d_head) @ context_k.transpose(-1, -2)).view(*grouped, context)
-    own_scores = (q[..., None, :] * own_k[:, :, None]).sum(-1)
-    scores = torch.cat([context_scores, own_scores.to(context_scores.dtype)], -1).view(batch, heads, starts, -1)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    one_hot = _one_hot(segments, own, scores.dtype)
-    scores = _controlled(scores, one_hot, controls)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = (q.to(wide) * scale).view(*grouped, d_head)
+    context_scores = q.reshape(batch, kv_heads, -1, d_head) @ context_k.to(wide).transpose(-1, -2)
+    own_scores = (q[..., None, :] * own_k[:, :, None].to(wide)).sum(-1)
+    scores = torch.cat([context_scores.view(*grouped, context), own_scores], -1).view(batch, heads, starts, -1)
+    segments = torch.cat([segments, segments.new_full((batch, own), int(Segment.SELF))], 1)
+    scores = _controlled(scores, segments, controls)
     hidden = _hidden(rows, context, controls.drop)
     scores = torch.cat([scores[..., :context].masked_fill(hidden[:, None], -torch.inf), scores[..., context:]], -1)
     if sink_logit is None:
@@ -155,7 +155,7 @@ def _attend_block(
     return Attended(
         out=out.reshape(batch, heads, starts, -1),
         lse=lse,
-        mass=p @ one_hot[:, None] if stats.mass else None,
+        mass=p @ _one_hot(segments, p.dtype)[:, None] if stats.mass else None,
         entropy=torch.special.entr(p).sum(-1) if stats.entropy else None,
         visible=(~hidden).sum(-1) + own,
         recent=_recent(p, rows, context, stats.recent) if stats.recent else None,
@@ -163,19 +163,20 @@ def _attend_block(
     )
 
 
-def _one_hot(segments: Tensor, own: int, dtype: torch.dtype) -> Tensor:
-    """[batch ctx+own seg]: 1 where the key is of that segment."""
-    selves = segments.new_full((segments.shape[0], own), int(Segment.SELF))
-    return torch.nn.functional.one_hot(torch.cat([segments, selves], 1), len(Segment)).to(dtype)
+def _one_hot(segments: Tensor, dtype: torch.dtype) -> Tensor:
+    """[batch key seg]: 1 where the key is of that segment."""
+    return torch.nn.functional.one_hot(segments, len(Segment)).to(dtype)
 
 
-def _controlled(scores: Tensor, one_hot: Tensor, controls: Controls) -> Tensor:
+def _controlled(scores: Tensor, segments: Tensor, controls: Controls) -> Tensor:
     scaling = controls.score_scale
     scores = scores * (scaling[..., None] if isinstance(scaling, Tensor) and scaling.ndim else scaling)
     if controls.bias is None:
         return scores
     bias = controls.bias.to(scores.dtype)
-    return scores + bias.view((1,) * (4 - bias.ndim) + bias.shape) @ one_hot[:, None].transpose(-1, -2)
+    bias = bias.view((1,) * (4 - bias.ndim) + bias.shape).expand(len(segments), -1, -1, -1)
+    # picked, not multiplied by a one-hot matrix: a bias of -inf hides a segment
+    return scores + bias.gather(-1, segments[:, None, None].expand(*bias.shape[:3], -1))
 
 
 def _hidden(rows: Tensor, context: int, drop: Tensor | None) -> Tensor:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tyro
+from tyro.conf import Positional
 
 from driftlab.errors import DriftlabError
 
@@ -31,7 +32,7 @@ def demo(out: Path = Path("runs/demo"), device: str = "cpu") -> None:
 
 
 def record(
-    out: Path,
+    out: Positional[Path],
     prompts: str = "default",
     target: str = "smollm2",
     max_new_tokens: int = 128,
@@ -87,8 +88,8 @@ def record(
 
 
 def train(
-    recording: Path,
-    out: Path,
+    recording: Positional[Path],
+    out: Positional[Path],
     variant: Literal["eagle3", "fc_norm", "norm_output", "eagle31"] = "eagle31",
     draft_vocab: int = 8192,
     ttt: int = 4,
@@ -127,8 +128,8 @@ def train(
 
 
 def probe(
-    recording: Path,
-    drafters: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    recording: Positional[Path],
+    drafters: Positional[tuple[Path, ...]],
     out: Path = Path("runs/probe.parquet"),
     depth: int = 8,
     feed: Literal["text", "own"] = "own",
@@ -149,7 +150,7 @@ def probe(
         device: where the drafters run.
     """
     from driftlab import Trajectory
-    from driftlab.measure import probe_rows
+    from driftlab.measure import MIXED, probe_rows
     from driftlab.results import combine, provenance, weighted_mean, write_rows
 
     trajectory = Trajectory.open(recording)
@@ -158,7 +159,7 @@ def probe(
         probe_rows(_drafter(path, trajectory, device), trajectory, path.name, depth=depth, feed=feed, recent=recent)
         for path in _some(drafters)
     ]
-    rows = combine(frames)
+    rows = combine(frames, varying=MIXED)
     write_rows(out, rows, provenance({"recording": recording.name, "depth": depth, "feed": feed}))
     means = weighted_mean(rows, ["drafter", "quantity", "window", "depth"])
     table = means.pivot(index=["drafter", "quantity", "window"], columns="depth", values="value")
@@ -167,8 +168,8 @@ def probe(
 
 
 def simulate(
-    recording: Path,
-    drafters: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    recording: Positional[Path],
+    drafters: Positional[tuple[Path, ...]],
     out: Path = Path("runs/simulate.parquet"),
     depth: int = 8,
     device: str = "cpu",
@@ -183,7 +184,7 @@ def simulate(
         device: where the drafters run.
     """
     from driftlab import Trajectory
-    from driftlab.measure import replay_rows
+    from driftlab.measure import MIXED, replay_rows
     from driftlab.results import combine, provenance, write_rows
 
     trajectory = Trajectory.open(recording)
@@ -191,7 +192,7 @@ def simulate(
         replay_rows(_drafter(path, trajectory, device), trajectory, path.name, depth=depth, progress=_bar())[0]
         for path in _some(drafters)
     ]
-    rows = combine(frames)
+    rows = combine(frames, varying=MIXED)
     write_rows(out, rows, provenance({"recording": recording.name, "depth": depth}))
     pooled = rows[rows["quantity"].isin(["tau", "all_starts_mean"])]
     columns = ["drafter", "variant", "quantity", "value", "low", "high", "n"]

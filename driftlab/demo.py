@@ -22,7 +22,7 @@ from driftlab import plotting
 from driftlab.drafter import VARIANTS, Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic, cache_dir
-from driftlab.measure import drafter_sink, probe_rows, replay_rows
+from driftlab.measure import MIXED, drafter_sink, probe_rows, replay_rows
 from driftlab.progress import Progress, silent
 from driftlab.prompts import evenly, load_prompts
 from driftlab.report import write_report
@@ -139,11 +139,9 @@ def measure_all(
         deep, _ = replay_rows(drafter, answers, name, depth=config.match_depth)
         deep = deep[(deep["quantity"] == "match") & (deep["depth"] > config.depth)].assign(depth_max=config.depth)
         probed = probe_rows(drafter, answers, name, depth=config.depth, recent=(RECENT,))
-        frames.append(combine([replayed, deep, probed], varying=("feed", "starts", "rule")))
+        frames.append(combine([replayed, deep, probed], varying=MIXED))
     progress("measuring", len(drafters), len(drafters))
-    return combine(
-        frames, varying=("variant", "fc_norm", "norm_output", "drafter", "feed", "starts", "rule")
-    ), simulations
+    return combine(frames, varying=MIXED), simulations
 
 
 def check_live(

@@ -124,8 +124,16 @@ class Chain:
     first token; ``draft`` continues it to depth K on the drafter's own feedback.
     """
 
-    def __init__(self, drafter: Drafter, *, prompt_lengths: Sequence[int], sinks: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        prompt_lengths: Sequence[int],
+        sinks: Sequence[int] = (0,),
+        ids: Sequence[str] | None = None,
+    ) -> None:
         self.drafter = drafter
+        self._ids = ("",) * len(prompt_lengths) if ids is None else tuple(ids)
         self.rows = 0
         self._prompt_lengths = torch.tensor(prompt_lengths, device=drafter.fc.weight.device)
         self._sinks = tuple(sinks)
@@ -149,7 +157,7 @@ class Chain:
             rows=rows[:, None],
             valid=torch.ones_like(rows[:, None], dtype=torch.bool),
             segments=context_segments(self._prompt_lengths, total, self._sinks),
-            ids=("",) * len(rows),
+            ids=self._ids,
         )
         self.drafter.hook_starts(starts, 0)
         self._state = self.drafter.first(tokens, aux, starts, self._context)
@@ -175,10 +183,12 @@ def chain(drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: i
     check_fits(drafter, batch)
     batch = batch.to(drafter.fc.weight.device, drafter.fc.weight.dtype)
     rows = torch.as_tensor(rows, device=batch.tokens.device)
+    if len(rows) != len(batch):
+        raise DriftlabError(f"rows {rows.tolist()}: give one row for each of the {len(batch)} sequences")
     if bool((rows < 0).any()) or bool((rows > batch.lengths - 2).any()):
         raise DriftlabError(f"rows {rows.tolist()}: row t needs token t + 1, so 0 <= t <= length - 2")
     last = int(rows.max()) + 1
-    session = Chain(drafter, prompt_lengths=batch.prompt_lengths.tolist(), sinks=batch.sinks)
+    session = Chain(drafter, prompt_lengths=batch.prompt_lengths.tolist(), sinks=batch.sinks, ids=batch.ids)
     session.extend(batch.tokens[:, 1 : last + 1], batch.aux[:, :last], rows)
     return session.draft(depth)
 

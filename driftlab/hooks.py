@@ -38,7 +38,7 @@ class HookPoint(nn.Module):
         return bool(self._forward_hooks)
 
 
-class ActivationCache(dict[tuple[str, int], list[torch.Tensor]]):
+class ActivationCache(dict[tuple[str, int], Any]):
     """Cached activations. ``cache[name, depth]`` is one tensor; ``cache.calls(name, depth)`` all, one per batch."""
 
     def __getitem__(self, key: tuple[str, int]) -> torch.Tensor:

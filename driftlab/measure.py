@@ -11,9 +11,12 @@ from driftlab.draft import Feed, all_starts
 from driftlab.drafter import Drafter
 from driftlab.probes import AttentionMass, SinkSearch, StateNorm, drafter_settings
 from driftlab.progress import Progress, silent
-from driftlab.results import as_rows, combine
+from driftlab.results import VARYING, as_rows, combine
 from driftlab.simulation import Simulation, simulate
 from driftlab.trajectory import Trajectory
+
+MIXED = (*VARYING, "feed", "starts", "rule")
+"""What may differ between the rows of one table: drafters, and which starts and feed a quantity is defined on."""
 
 
 def settings(drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int, feed: Feed) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def replay_rows(
         as_rows([r for r in records if (r["quantity"] in over_all) == everywhere], **common, starts=starts)
         for everywhere, starts in ((True, "all"), (False, "walk"))
     ]
-    return combine(frames, varying=("starts",)), simulation
+    return combine(frames, varying=MIXED), simulation
 
 
 def match_rows(

@@ -121,23 +121,22 @@ class AttentionMass(Probe):
             self._watch(f"{prefix}.hook_visible", lambda v, hook, i=index: self._visible.__setitem__(i, v))
             self._watch(f"{prefix}.hook_mass", lambda v, hook, i=index: self._on_mass(v, hook.depth, i))
             self._watch(f"{prefix}.hook_entropy", lambda v, hook, i=index: self._on_entropy(v, hook.depth, i))
-            self._watch(
-                f"{prefix}.hook_recent", lambda v, hook, i=index: self._on_recent(v, hook.depth, i, windows)
-            )
+            self._watch(f"{prefix}.hook_recent", lambda v, hook, i=index: self._on_recent(v, hook.depth, i))
 
     def on_run(self) -> None:
         """Forget the last batch's depth-1 rows."""
         self._null.clear()
         self._visible.clear()
 
-    def _values(self, value: Tensor) -> Tensor:
-        """Keep the starts' rows: layers below the last attend from every context row at depth 1."""
-        if value.shape[2] == self._starts.rows.shape[1]:
+    def _values(self, value: Tensor, depth: int, layer: int) -> Tensor:
+        """Keep the starts' rows: layers below the last attend from every new context row at depth 1."""
+        if depth > 1 or layer == len(self.drafter.layers) - 1:
             return value
-        return value.gather(2, self._starts.rows[:, None, :, None].expand(-1, value.shape[1], -1, value.shape[3]))
+        index = self._starts.rows - (self._starts.segments.shape[1] - value.shape[2])
+        return value.gather(2, index[:, None, :, None].expand(-1, value.shape[1], -1, value.shape[3]))
 
     def _on_mass(self, mass: Tensor, depth: int, layer: int) -> None:
-        mass = self._values(mass)
+        mass = self._values(mass, depth, layer)
         for segment, name in SEGMENT_NAMES.items():
             self._add(name, depth, mass[..., segment], layer=layer)
         null, ahead = self._null.get(layer), depth - 1
@@ -153,13 +152,14 @@ class AttentionMass(Probe):
         return value, reaches
 
     def _on_entropy(self, entropy: Tensor, depth: int, layer: int) -> None:
-        entropy = self._values(entropy[..., None])[..., 0]
-        visible = self._values(self._visible[layer][:, None, :, None])[..., 0]
+        entropy = self._values(entropy[..., None], depth, layer)[..., 0]
+        visible = self._values(self._visible[layer][:, None, :, None], depth, layer)[..., 0]
         self._add("entropy", depth, entropy, layer=layer)
         self._add("entropy_relative", depth, (entropy / visible.log()).masked_fill(visible < 2, torch.nan), layer=layer)
 
-    def _on_recent(self, recent: Tensor, depth: int, layer: int, windows: tuple[int, ...]) -> None:
-        recent = self._values(recent)
+    def _on_recent(self, recent: Tensor, depth: int, layer: int) -> None:
+        recent = self._values(recent, depth, layer)
+        windows = self.drafter.layers[layer].self_attn.recent_windows  # another probe may have added its own
         for window in self.recent:
             self._add("recent", depth, recent[..., windows.index(window)], layer=layer, window=window)
         if depth == 1:

@@ -18,7 +18,7 @@ from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
 from driftlab.simulation import Round
 from driftlab.target import Target
-from driftlab.target.adapter import crop
+from driftlab.target.adapter import allow_crop, crop
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,7 @@ class Live:
 
 
 @torch.inference_mode()
-def speculate(
-    target: Target, drafter: Drafter, prompt_ids: Sequence[int], *, depth: int, max_new_tokens: int
-) -> Live:
+def speculate(target: Target, drafter: Drafter, prompt_ids: Sequence[int], *, depth: int, max_new_tokens: int) -> Live:
     """Decode one prompt greedily with speculation.
 
     Args:
@@ -73,6 +71,7 @@ class _Loop:
         self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
         began = time.perf_counter()
         choice, aux = self._forward(prompt, 0)
+        allow_crop(self.cache)
         self._emit([choice[-1]])
         self._extend([*prompt[1:], choice[-1]], aux)
         self.seconds["prefill"] = time.perf_counter() - began

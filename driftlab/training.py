@@ -168,7 +168,7 @@ class _Run:
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def save_state(self, out: Path, step: int, log: list[dict[str, float]]) -> None:
+    def save_state(self, out: Path, step: int, log: list[dict[str, int | float]]) -> None:
         """Write weights, optimiser moments and the log, whole or not at all."""
         tensors = {}
         for name, parameter in self.named.items():
@@ -179,7 +179,7 @@ class _Run:
         with atomic(out / _STATE) as temporary:
             save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, temporary, metadata=metadata)
 
-    def resume(self, out: Path) -> tuple[int, list[dict[str, float]]]:
+    def resume(self, out: Path) -> tuple[int, list[dict[str, int | float]]]:
         """Restore the last state if there is one; return (steps done, log)."""
         path = out / _STATE
         if not path.is_file():

@@ -34,6 +34,7 @@ _PLAIN_KNOWN = {
     *_PLAIN_REQUIRED,
     *("num_key_value_heads", "head_dim", "num_hidden_layers", "draft_vocab_size", "target_hidden_size", "rope_theta"),
     *("rope_parameters", "rope_scaling", "fc_norm", "norm_output", "eagle_config", "num_aux_hidden_states"),
+    "eagle_config.eagle_aux_hidden_state_layer_ids",
 }
 _PLAIN_IRRELEVANT = {
     *("architectures", "model_type", "max_position_embeddings", "tie_word_embeddings", "torch_dtype", "dtype"),
@@ -47,6 +48,9 @@ _PLAIN_FIXED = {
     "bias": False,
     "norm_before_fc": False,
     "norm_before_residual": False,
+    "eagle_config.norm_before_fc": False,
+    "eagle_config.norm_before_residual": False,
+    "eagle_config.use_aux_hidden_state": True,
 }
 
 
@@ -81,14 +85,14 @@ def load(path: str | Path, target: Any = None, *, aux_layers: tuple[int, ...] | 
     """
     path = Path(path)
     values, tensors = read_json(path / "config.json"), _read_tensors(path / "model.safetensors")
-    tensors = {_plain_key(key): tensor for key, tensor in tensors.items()}
+    tensors = _plain_names(tensors, path)
     notes: list[str] = []
-    if "driftlab" in values:
-        config = _own_config(values["driftlab"], path)
-    else:
-        config = _plain_config(values, tensors, aux_layers, path, notes)
-    drafter = Drafter(config, target)
+    own = "driftlab" in values
+    config = _own_config(values, path) if own else _plain_config(values, tensors, aux_layers, path, notes)
+    drafter = Drafter(config, target, draft_vocab=_draft_vocab(tensors, config, path))
     _assign(drafter, tensors, path)
+    if drafter.reduced and not bool(drafter.d2t.any()):
+        notes.append(f"d2t: all zero, so the draft vocabulary is target ids 0..{config.draft_vocab_size - 1}")
     drafter.notes = notes
     return drafter
 
@@ -123,13 +127,30 @@ def _plain_key(key: str) -> str:
     return f"layers.0.{key.removeprefix('midlayer.')}" if key.startswith("midlayer.") else key
 
 
-def _own_config(block: dict[str, Any], path: Path) -> DrafterConfig:
+def _plain_names(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    named: dict[str, str] = {}
+    for key in tensors:
+        first = named.setdefault(_plain_key(key), key)
+        if first != key:
+            raise DriftlabError(f"{path}: {first} and {key} are two names of one tensor: keep the right one")
+    return {name: tensors[key] for name, key in named.items()}
+
+
+def _own_config(values: dict[str, Any], path: Path) -> DrafterConfig:
+    block = values["driftlab"]
     if block.get("format_version") != FORMAT_VERSION:
         raise DriftlabError(
             f"{path}/config.json has drafter format version {block.get('format_version')}; this driftlab reads "
             f"{FORMAT_VERSION}: update driftlab, or save the drafter again"
         )
-    return DrafterConfig.from_dict(block["config"])
+    config = DrafterConfig.from_dict(block.get("config", {}))
+    for key, value in config.to_dict().items():
+        if key in _PLAIN_KNOWN and values.get(key, value) != value:
+            raise DriftlabError(
+                f"{path}/config.json: {key} is {values[key]!r}, but {value!r} in its driftlab block, which is what is "
+                "read: make the two agree"
+            )
+    return config
 
 
 def _plain_config(
@@ -140,20 +161,26 @@ def _plain_config(
     notes: list[str],
 ) -> DrafterConfig:
     where = f"{path}/config.json"
-    unknown = set(values) - _PLAIN_KNOWN - _PLAIN_IRRELEVANT - set(_PLAIN_FIXED)
+    settings = {**values, **{f"eagle_config.{key}": v for key, v in (values.get("eagle_config") or {}).items()}}
+    unknown = set(settings) - _PLAIN_KNOWN - _PLAIN_IRRELEVANT - set(_PLAIN_FIXED)
     if unknown:
         raise DriftlabError(f"{where}: settings that this loader does not know: {sorted(unknown)}")
     missing = [key for key in _PLAIN_REQUIRED if key not in values]
     if missing:
         raise DriftlabError(f"{where}: missing {missing}")
     for key, only in _PLAIN_FIXED.items():
-        if values.get(key, only) != only:
-            raise DriftlabError(f"{where}: {key}={values[key]!r} is not supported, only {only!r}")
+        if settings.get(key, only) != only:
+            raise DriftlabError(f"{where}: {key}={settings[key]!r} is not supported, only {only!r}")
     if "fc.weight" not in tensors:
         raise DriftlabError(f"{path}: no fc.weight among {sorted(tensors)[:8]}...: not an EAGLE-3 drafter")
     hidden = values["hidden_size"]
     target_hidden = values.get("target_hidden_size") or hidden
     vocab = values["vocab_size"]
+    states = tensors["fc.weight"].shape[1] // target_hidden
+    if values.get("num_aux_hidden_states", states) != states:
+        raise DriftlabError(
+            f"{where}: num_aux_hidden_states={values['num_aux_hidden_states']}, fc.weight takes {states}"
+        )
     has_norm = "fc_norm.0.weight" in tensors
     if has_norm and not values.get("fc_norm", False):
         notes.append("fc_norm: the file has fc_norm tensors but its config does not say so; tensors win: on")
@@ -164,8 +191,7 @@ def _plain_config(
     return DrafterConfig(
         hidden_size=hidden,
         target_hidden_size=target_hidden,
-        aux_layers=aux_layers
-        or _plain_aux_layers(values, tensors["fc.weight"].shape[1] // target_hidden, where, notes),
+        aux_layers=aux_layers or _plain_aux_layers(values, states, where, notes),
         intermediate_size=values["intermediate_size"],
         num_attention_heads=values["num_attention_heads"],
         num_key_value_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
@@ -201,7 +227,7 @@ def _plain_rope(values: dict[str, Any], where: str, notes: list[str]) -> float:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "default":
         raise DriftlabError(f"{where}: rope type {kind!r} is not supported, only 'default'")
-    theta = values.get("rope_theta", parameters.get("rope_theta"))
+    theta = values.get("rope_theta") or parameters.get("rope_theta")
     if theta is None:
         notes.append("rope_theta: absent, 10000 assumed, as every engine does")
         return 10000.0
@@ -210,11 +236,6 @@ def _plain_rope(values: dict[str, Any], where: str, notes: list[str]) -> float:
 
 def _assign(drafter: Drafter, tensors: dict[str, Tensor], path: Path) -> None:
     expected = drafter.state_dict()
-    if drafter.reduced and "d2t" in tensors:
-        _check_d2t(tensors, drafter.config, path)
-    if drafter.reduced and "d2t" in tensors and "t2d" not in tensors:
-        tensors["t2d"] = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
-        tensors["t2d"][torch.arange(len(tensors["d2t"])) + tensors["d2t"]] = True
     if not drafter.reduced:
         identity = tensors.pop("d2t", None)
         tensors.pop("t2d", None)
@@ -233,7 +254,15 @@ def _assign(drafter: Drafter, tensors: dict[str, Tensor], path: Path) -> None:
     drafter.load_state_dict({name: t.to(expected[name].dtype) for name, t in tensors.items()})
 
 
-def _check_d2t(tensors: dict[str, Tensor], config: DrafterConfig, path: Path) -> None:
+def _draft_vocab(tensors: dict[str, Tensor], config: DrafterConfig, path: Path) -> Tensor | None:
+    """Return the target ids that d2t (offsets) names, and complete t2d; None for a full vocabulary."""
+    if config.draft_vocab_size == config.vocab_size:
+        return None
+    if "d2t" not in tensors:
+        raise DriftlabError(
+            f"{path}: no d2t, though the draft vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens: "
+            "without it nobody knows which token a draft id means"
+        )
     d2t = tensors["d2t"].to(torch.int64)
     ids = torch.arange(len(d2t)) + d2t
     if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
@@ -241,5 +270,8 @@ def _check_d2t(tensors: dict[str, Tensor], config: DrafterConfig, path: Path) ->
             f"{path}: d2t holds no valid offsets (target id = draft id + d2t[draft id] must ascend within "
             f"0..{config.vocab_size - 1}; here it runs from {int(ids[0])} to {int(ids[-1])})"
         )
-    if "t2d" in tensors and not torch.equal(tensors["t2d"].nonzero()[:, 0], ids):
+    t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    if not torch.equal(tensors.setdefault("t2d", t2d), t2d):
         raise DriftlabError(f"{path}: t2d and d2t name different draft vocabularies")
+    return ids

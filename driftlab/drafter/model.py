@@ -65,8 +65,7 @@ class Drafter(HookedModule):
     Args:
         config: shapes and switches.
         target: needed unless the config has ``own_embed`` and an own ``lm_head``.
-        draft_vocab: ascending target ids of the draft vocabulary; needed when draft_vocab_size < vocab_size, unless a
-            state dict that holds d2t is loaded next.
+        draft_vocab: ascending target ids of the draft vocabulary; needed when draft_vocab_size < vocab_size.
         seed: of the initial weights: normal with standard deviation 0.02, norms at one.
 
     Raises:
@@ -102,9 +101,15 @@ class Drafter(HookedModule):
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-            if draft_vocab is not None:
-                self.set_draft_vocab(draft_vocab)
-        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embed else Table(head.embed)
+            if draft_vocab is None:
+                raise DriftlabError(
+                    f"draft_vocab_size {config.draft_vocab_size} is below vocab_size {config.vocab_size}: pass "
+                    "draft_vocab=, the target ids that the drafter may propose (see choose_draft_vocab)"
+                )
+            self.set_draft_vocab(draft_vocab)
+        self.embed_tokens = (
+            nn.Embedding(config.vocab_size, width) if config.own_embed else Table(head.embed.to(self.fc.weight.device))
+        )
         if config.lm_head == "own":
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         else:

@@ -244,6 +244,11 @@ class Adapter:
         return recorder.mass
 
 
+def allow_crop(cache: DynamicCache) -> None:
+    """Let sliding-window layers keep what a crop takes back (transformers#47447). After the prefill: it costs memory."""
+    cache.activate_past_recording()
+
+
 def crop(cache: DynamicCache, remove: int) -> None:
     """Drop the last ``remove`` positions of a cache."""
     if remove:

@@ -1,0 +1,105 @@
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from driftlab import DriftlabError
+from driftlab import cli
+
+
+@pytest.fixture
+def saved(tiny_trajectory, make_drafter, tmp_path):
+    """Two drafter folders for the tiny recording."""
+    for name in ("eagle3", "eagle31"):
+        make_drafter(name).save(tmp_path / name)
+    return tmp_path
+
+
+def run_main(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["driftlab", *map(str, arguments)])
+    cli.main()
+
+
+def test_help_answers_at_once_and_imports_nothing_heavy():
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "driftlab", "--help"], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - began < 5  # a second on an idle machine
+    assert all(command in done.stdout for command in ("demo", "record", "train", "probe", "simulate"))
+    code = (
+        "import sys; sys.argv = ['driftlab', '--help']\nfrom driftlab.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'pandas', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_simulate_writes_rows_and_prints_tau(saved, tiny_trajectory, monkeypatch, capsys):
+    from driftlab import accept, all_starts, read_rows, simulate
+    from driftlab.drafter import Drafter
+
+    out = saved / "rows.csv"
+    arguments = ("simulate", tiny_trajectory.path, saved / "eagle3", saved / "eagle31", "--depth", 3, "--out", out)
+    run_main(monkeypatch, *arguments)
+    rows = read_rows(out)
+    drafter = Drafter.load(saved / "eagle3", tiny_trajectory)
+    expected = simulate(accept(all_starts(drafter, tiny_trajectory, 3), tiny_trajectory)).tau
+    tau = rows[(rows["quantity"] == "tau") & (rows["drafter"] == "eagle3")]["value"].item()
+    assert tau == pytest.approx(expected)
+    assert f"{expected:.3f}" in capsys.readouterr().out
+    assert json.loads((saved / "rows.run.json").read_text())["settings"]["depth"] == 3
+
+
+def test_probe_writes_every_quantity(saved, tiny_trajectory, monkeypatch, capsys):
+    from driftlab import read_rows
+
+    out = saved / "probe.parquet"
+    run_main(monkeypatch, "probe", tiny_trajectory.path, saved / "eagle31", "--depth", 3, "--out", out, "--sink", 1)
+    quantities = set(read_rows(out)["quantity"])
+    assert {"mass_sink", "mass_self", "mass_self_null", "recent", "entropy", "rms_feedback", "rms_aux2"} <= quantities
+    assert "positions [1] (given)" in capsys.readouterr().out
+
+
+def test_train_then_simulate(tiny_trajectory, tmp_path, monkeypatch, capsys):
+    run_main(monkeypatch, "train", tiny_trajectory.path, tmp_path / "d", "--ttt", 2, "--draft-vocab", 40, "--epochs", 2)
+    assert "eagle31" in capsys.readouterr().out
+    run_main(monkeypatch, "simulate", tiny_trajectory.path, tmp_path / "d", "--out", tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("simulate", "nowhere", "d"), "is not a recording"),
+        (("record", "out", "--prompts", "nothing.jsonl"), "nothing.jsonl"),
+    ],
+)
+def test_a_driftlab_error_is_one_line_and_exit_2(arguments, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        run_main(monkeypatch, *arguments)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("driftlab: ")
+    assert message in error
+
+
+def test_an_unknown_drafter_is_named(tiny_trajectory, monkeypatch, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, "simulate", tiny_trajectory.path, tmp_path / "absent")
+    assert "absent" in capsys.readouterr().err
+
+
+def test_interrupted_work_says_how_to_go_on(monkeypatch, capsys):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_target", stop)
+    with pytest.raises(SystemExit) as stopped:
+        run_main(monkeypatch, "record", "out")
+    assert stopped.value.code == 130
+    assert "same command" in capsys.readouterr().err
+
+
+def test_no_drafter_named_is_an_error():
+    with pytest.raises(DriftlabError, match="at least one"):
+        cli._some(())

@@ -1,0 +1,45 @@
+import pytest
+
+from driftlab.measure import drafter_sink, match_rows, probe_rows, replay_rows
+from driftlab.results import check, mixed_settings
+
+
+def test_replay_rows_carry_settings_and_say_which_starts(tiny_trajectory, make_drafter):
+    rows, simulation = replay_rows(make_drafter("eagle31"), tiny_trajectory, "mine", depth=4)
+    check(rows)
+    assert not mixed_settings(rows, varying=("starts",))
+    by_starts = rows.groupby("starts")["quantity"].unique()
+    assert set(by_starts["all"]) == {"match", "all_starts_mean"}
+    assert set(by_starts["walk"]) == {"tau", "rounds", "emitted", "accept_conditional", "accept_unconditional"}
+    assert rows[rows["quantity"] == "tau"]["value"].item() == pytest.approx(simulation.tau)
+    assert rows["depth_max"].unique().tolist() == [4]
+    assert rows["target"].unique().tolist() == [tiny_trajectory.spec.label]
+    emitted, rounds = (rows[rows["quantity"] == name]["value"].sum() for name in ("emitted", "rounds"))
+    assert emitted / rounds == pytest.approx(simulation.tau)
+
+
+def test_match_does_not_depend_on_how_deep_the_draft_goes(tiny_trajectory, make_drafter):
+    drafter = make_drafter("norm_output")
+    shallow = match_rows(drafter, tiny_trajectory, "d", depth=3)
+    deep = match_rows(drafter, tiny_trajectory, "d", depth=6)
+    columns = ["prompt", "depth", "value", "n"]
+    merged = shallow[columns].merge(deep[columns], on=["prompt", "depth"])
+    assert len(merged) == len(shallow)
+    assert (merged["value_x"].fillna(-1) == merged["value_y"].fillna(-1)).all()
+
+
+def test_probe_rows_name_what_was_fed(tiny_trajectory, make_drafter):
+    rows = probe_rows(make_drafter("fc_norm"), tiny_trajectory, "mine", depth=3)
+    check(rows)
+    assert rows["feed"].unique().tolist() == ["own"]
+    assert rows["drafter"].unique().tolist() == ["mine"]
+    masses = rows[rows["quantity"].isin(["mass_sink", "mass_prompt", "mass_context", "mass_self"])]
+    assert masses.groupby(["prompt", "head", "depth"])["value"].sum().to_numpy() == pytest.approx(1, abs=1e-5)
+
+
+def test_drafter_sink_lists_positions_by_mass(tiny_trajectory, make_drafter):
+    longer = tiny_trajectory.subset([0, 3])
+    top = drafter_sink(make_drafter("eagle3"), longer, 3)
+    assert len(top) == 3
+    assert top[0][1] >= top[1][1] >= top[2][1] > 0
+    assert all(0 <= position < min(e.prompt_length for e in longer.entries) - 1 for position, _ in top)
