@@ -7,7 +7,9 @@ most the last answer token.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -42,6 +44,14 @@ class Acceptance:
     def accept_length(self) -> Int[Tensor, "batch start"]:
         """Accepted draft tokens, 0..K, of a round at each start; without the bonus token."""
         return self.match.long().cumprod(-1).sum(-1)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield tidy rows: per prompt and depth, the share of all starts at which the draft equals the text."""
+        matches, starts = self.match.sum(1).tolist(), self.valid.sum(1).tolist()
+        for i, (name, category) in enumerate(zip(self.ids, self.categories, strict=True)):
+            for k in range(self.depth):
+                at = {"prompt": name, "category": category, "depth": k + 1, "quantity": "match"}
+                yield {**at, **share(matches[i][k], starts[i][k])}
 
 
 def accept(draft: Draft, data: Trajectory | Batch) -> Acceptance:
@@ -91,3 +101,8 @@ def _texts(
         tuple(e.category for e in entries),
         [data.tokens(index) for index in range(len(entries))],
     )
+
+
+def share(count: int, of: int) -> dict[str, Any]:
+    """Return ``value`` and ``n`` of a row that says what share of ``of`` something holds for; NaN of none."""
+    return {"value": count / of if of else float("nan"), "n": of}

@@ -115,13 +115,14 @@ def train(
     """
     from driftlab import VARIANTS, Drafter, TrainConfig, Trajectory, choose_draft_vocab
     from driftlab import train as run
+    from driftlab.devices import usable_device
     from driftlab.training import coverage
 
     trajectory = Trajectory.open(recording)
     size = min(draft_vocab, trajectory.spec.vocab_size)
     vocab = choose_draft_vocab(trajectory, size)
     config = VARIANTS[variant].for_target(trajectory, draft_vocab_size=size)
-    drafter = Drafter(config, trajectory, draft_vocab=vocab, seed=seed).to(device)
+    drafter = Drafter(config, trajectory, draft_vocab=vocab, seed=seed).to(usable_device(device))
     settings = TrainConfig(ttt=ttt, lr=lr, batch_size=batch_size, epochs=epochs, seed=seed)
     run(drafter, trajectory, settings, out=out, progress=_bar())
     print(f"{out}: {variant}; the draft vocabulary holds {coverage(vocab, trajectory):.1%} of the recording's answers")
@@ -236,8 +237,9 @@ def _target(name: str, device: str, dtype: str, aux_layers: tuple[int, ...] | No
 
 def _drafter(path: Path, trajectory: Any, device: str) -> Any:
     from driftlab import Drafter
+    from driftlab.devices import usable_device
 
-    drafter = Drafter.load(path, trajectory).to(device).eval()
+    drafter = Drafter.load(path, trajectory).to(usable_device(device)).eval()
     for note in drafter.notes:
         print(f"{path.name}: {note}", file=sys.stderr)
     return drafter

@@ -42,10 +42,10 @@ class DemoConfig:
 
     prompts: int = 20
     answer_tokens: int = 96
-    training_texts: int = 320
+    training_texts: int = 240
     draft_vocab: int = 6144
     intermediate_size: int = 768
-    train: TrainConfig = TrainConfig(ttt=4, lr=2e-3, batch_size=4, epochs=1.0)
+    train: TrainConfig = TrainConfig(ttt=4, lr=2e-3, batch_size=2, epochs=1.0)
     depth: int = 8
     """K of replay, probes and live runs"""
     match_depth: int = 16
@@ -135,11 +135,11 @@ def measure_all(
     frames, simulations = [], {}
     for done, (name, drafter) in enumerate(drafters.items()):
         progress("measuring", done, len(drafters))
-        replayed, simulations[name] = replay_rows(drafter, answers, name, depth=config.depth)
-        deep, _ = replay_rows(drafter, answers, name, depth=config.match_depth)
-        deep = deep[(deep["quantity"] == "match") & (deep["depth"] > config.depth)].assign(depth_max=config.depth)
+        replayed, simulations[name] = replay_rows(
+            drafter, answers, name, depth=config.depth, match_depth=config.match_depth
+        )
         probed = probe_rows(drafter, answers, name, depth=config.depth, recent=(RECENT,))
-        frames.append(combine([replayed, deep, probed], varying=MIXED))
+        frames.append(combine([replayed, probed], varying=MIXED))
     progress("measuring", len(drafters), len(drafters))
     return combine(frames, varying=MIXED), simulations
 

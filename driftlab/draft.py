@@ -7,6 +7,7 @@ are the same, so greedy accept lengths do not depend on the feed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +46,12 @@ class Draft:
         """Number of draft steps K."""
         return self.tokens.shape[2]
 
+    def upto(self, depth: int) -> Draft:
+        """Return the draft cut to its first ``depth`` tokens: what drafting only so deep would have given."""
+        if not 1 <= depth <= self.depth:
+            raise DriftlabError(f"depth {depth}: this draft is {self.depth} deep")
+        return dataclasses.replace(self, tokens=self.tokens[..., :depth])
+
 
 def unroll(drafter: Drafter, batch: Batch, depth: int, *, feed: Feed) -> Iterator[tuple[DraftState, Tensor | None]]:
     """Yield (state, drafted tokens) depth by depth for every answer row of a batch on the drafter's device.
@@ -59,7 +66,7 @@ def unroll(drafter: Drafter, batch: Batch, depth: int, *, feed: Feed) -> Iterato
     while True:
         drafted = greedy_tokens(drafter, state.normed) if feed == "own" else None
         yield state, drafted
-        if state.depth == depth:
+        if state.depth >= depth:
             return
         fed = text_at(batch, starts.rows + state.depth + 1) if drafted is None else drafted
         state = drafter.next(state, fed)

@@ -64,6 +64,12 @@ def atomic(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def sweep(folder: Path) -> None:
+    """Remove what killed processes left half-written in ``folder``. Only under a lock that all its writers hold."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8, whole or not at all."""
     with atomic(path) as temporary:
@@ -83,6 +89,16 @@ def read_json(path: Path) -> Any:
         raise DriftlabError(f"{path} does not exist") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DriftlabError(f"{path} is not valid JSON ({error})") from error
+
+
+def sort_metadata(path: Path) -> None:
+    """Sort the metadata of a safetensors file in place: the library writes it in random order, so equal files differ."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
 
 
 def _umask() -> int:

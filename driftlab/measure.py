@@ -36,30 +36,30 @@ def settings(drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int,
 
 
 def replay_rows(
-    drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int, progress: Progress = silent
+    drafter: Drafter,
+    trajectory: Trajectory,
+    name: str,
+    *,
+    depth: int,
+    match_depth: int | None = None,
+    progress: Progress = silent,
 ) -> tuple[pd.DataFrame, Simulation]:
     """Replay greedy drafting of K = ``depth`` tokens a round; return its rows and the simulation itself.
 
-    ``match`` rows are over all starts, the acceptance rows and tau over the rounds of the walk: ``starts`` says which.
+    ``match`` rows are over all starts (to ``match_depth`` if that is deeper: match does not depend on K), the acceptance
+    rows and tau over the rounds of the walk; ``starts`` says which.
     """
-    draft = all_starts(drafter, trajectory, depth, feed="text", progress=progress)
-    simulation = simulate(accept(draft, trajectory))
+    draft = all_starts(drafter, trajectory, max(depth, match_depth or 0), feed="text", progress=progress)
+    simulation = simulate(accept(draft.upto(depth), trajectory))
+    records = [record for record in simulation.records() if record["quantity"] != "match"]
+    records += accept(draft, trajectory).records()
     common = {**settings(drafter, trajectory, name, depth=depth, feed="text"), "rule": simulation.acceptance.rule}
-    records = list(simulation.records())
     over_all = ("match", "all_starts_mean")
     frames = [
         as_rows([r for r in records if (r["quantity"] in over_all) == everywhere], **common, starts=starts)
         for everywhere, starts in ((True, "all"), (False, "walk"))
     ]
     return combine(frames, varying=MIXED), simulation
-
-
-def match_rows(
-    drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int, progress: Progress = silent
-) -> pd.DataFrame:
-    """Return only the text-fed top-1 match by depth, e.g. to depths beyond the K of a replay."""
-    rows, _ = replay_rows(drafter, trajectory, name, depth=depth, progress=progress)
-    return rows[rows["quantity"] == "match"].reset_index(drop=True)
 
 
 def probe_rows(

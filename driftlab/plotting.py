@@ -241,12 +241,13 @@ def plot_match(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Draw the top-1 match over all starts by depth, and a vertical line where training stopped unrolling (TTT)."""
     rows = _select(frame, "match")
     with theme():
-        ax, _ = _panel(rows, ax, "top-1 match, all starts")
-        ax.set_ylim(0, 1.03)
+        ax, series = _panel(rows, ax, "top-1 match, all starts")
+        # from zero, but only as high as the data: untrained or small drafters match a tenth of the text
+        ax.set_ylim(0, min(1.03, 1.2 * max(_highest(series), 0.01)))
         for ttt in sorted(set(rows["ttt"]) - {0}):
             if ttt <= rows["depth"].max():
                 ax.axvline(ttt, color=GREY, linestyle=":", linewidth=1, label=f"_TTT {ttt}", zorder=1)
-                _note(ax, f"trained to {ttt}", (ttt, 1), (3, -2), size=7)
+                _note(ax, f"trained to {ttt}", (ttt, ax.get_ylim()[1]), (3, -2), size=7)
     return ax
 
 
@@ -447,6 +448,12 @@ def _counts(ax: Axes, series: Sequence[tuple[str, dict[str, Any], pd.DataFrame]]
         for depth, n in points["n"].items():
             if depth in shown:
                 _note(ax, _short(n), (depth, 0), (0, down), ha="center", color=look["color"])
+
+
+def _highest(series: Sequence[tuple[str, dict[str, Any], pd.DataFrame]]) -> float:
+    """The largest value or upper end of an interval in any line; 0 if there is none."""
+    tops = [points[["value", "high"]].max(axis=None) for _, _, points in series]
+    return max([float(top) for top in tops if pd.notna(top)], default=0.0)
 
 
 def _short(n: int) -> str:

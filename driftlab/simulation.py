@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from driftlab.acceptance import Acceptance
+from driftlab.acceptance import Acceptance, share
 from driftlab.results import Interval, bootstrap_ratio, pooled_ratio
 
 End = Literal["bonus", "eos", "cut"]
@@ -83,20 +83,16 @@ class Simulation:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield tidy rows: per prompt emitted and rounds; per prompt and depth match and acceptance; pooled tau."""
-        accepted = [np.array([r.accepted for r in rounds], dtype=int) for rounds in self.complete]
-        match, valid = self.acceptance.match.numpy(), self.acceptance.valid.numpy()
+        yield from self.acceptance.records()
         for i, (name, category) in enumerate(zip(self.acceptance.ids, self.acceptance.categories, strict=True)):
-            key = {"prompt": name, "category": category}
-            count = len(accepted[i])
-            yield {**key, "quantity": "emitted", "value": int(self.emitted[i]), "n": count}
-            yield {**key, "quantity": "rounds", "value": count, "n": 1}
+            key, rounds = {"prompt": name, "category": category}, self.complete[i]
+            yield {**key, "quantity": "emitted", "value": int(self.emitted[i]), "n": len(rounds)}
+            yield {**key, "quantity": "rounds", "value": len(rounds), "n": 1}
             for k in range(1, self.depth + 1):
-                at = {**key, "depth": k}
-                starts = int(valid[i, :, k - 1].sum())
-                yield {**at, "quantity": "match", **_share(int(match[i, :, k - 1].sum()), starts)}
-                reached, passed = int((accepted[i] >= k - 1).sum()), int((accepted[i] >= k).sum())
-                yield {**at, "quantity": "accept_unconditional", **_share(passed, count)}
-                yield {**at, "quantity": "accept_conditional", **_share(passed, reached)}
+                reached = sum(r.accepted >= k - 1 for r in rounds)
+                passed = sum(r.accepted >= k for r in rounds)
+                yield {**key, "depth": k, "quantity": "accept_unconditional", **share(passed, len(rounds))}
+                yield {**key, "depth": k, "quantity": "accept_conditional", **share(passed, reached)}
         tau = self.tau_interval()
         pooled = {"value": tau.value, "low": tau.low, "high": tau.high, "n": int(self.verify_rounds.sum())}
         yield {"prompt": "", "quantity": "tau", **pooled}
@@ -133,7 +129,3 @@ def walk(accept_lengths: Sequence[int], remaining: Sequence[int], *, first_row: 
         else:
             yield Round(first_row + start, left, left, "eos" if stopped else "cut")
             return
-
-
-def _share(count: int, of: int) -> dict[str, Any]:
-    return {"value": count / of if of else float("nan"), "n": of}

@@ -45,9 +45,11 @@ def speculate(target: Target, drafter: Drafter, prompt_ids: Sequence[int], *, de
         max_new_tokens: length limit.
 
     Raises:
-        DriftlabError: an empty prompt, or a drafter that reads other states than the target captures.
+        DriftlabError: an empty prompt, no token asked for, or a drafter that reads other states than the target captures.
     """
     check_depth(depth)
+    if max_new_tokens < 1:
+        raise DriftlabError(f"max_new_tokens {max_new_tokens} must be at least 1: the prefill gives a token")
     if not prompt_ids:
         raise DriftlabError("the prompt has no token: there is nothing to condition on")
     if drafter.config.aux_layers != target.aux_layers:

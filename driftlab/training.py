@@ -28,7 +28,7 @@ from torch import Tensor
 from driftlab.draft import check_fits, text_at, unroll
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
-from driftlab.files import atomic, locked, write_text
+from driftlab.files import atomic, locked, sort_metadata, sweep, write_text
 from driftlab.progress import Progress, silent
 from driftlab.trajectory import Batch, Trajectory
 
@@ -88,10 +88,11 @@ def train(
     check_fits(drafter, trajectory)
     run = _Run(drafter, trajectory, config)
     with locked(out / "training"):
+        sweep(out)
         step, log = run.resume(out)
         name = f"training {out.name}"
         progress(name, step, run.steps)
-        while step < min(run.steps, stop_after or run.steps):
+        while step < (run.steps if stop_after is None else min(run.steps, stop_after)):
             log.append({"step": step, **run.step(step)})
             step += 1
             progress(name, step, run.steps)
@@ -125,7 +126,7 @@ class _Run:
         )
         self.per_epoch = len(self.order(0))
         self.steps = max(1, round(config.epochs * self.per_epoch))
-        self.initial = _digest(drafter.state_dict())
+        self.fingerprint = self._fingerprint()
 
     def order(self, epoch: int) -> list[list[int]]:
         """Return the batches of an epoch: sequences of like length together, in an order fixed by the seed."""
@@ -155,15 +156,16 @@ class _Run:
         self.optimizer.step()
         return {"loss": float(loss.detach()), "grad_norm": float(norm), **logged}
 
-    @property
-    def fingerprint(self) -> str:
-        """What a saved state must have been made with to be continued."""
+    def _fingerprint(self) -> str:
+        """Hash of what a saved state must have been made with to be continued. Before the first step."""
         content = {
             "version": STATE_VERSION,
             "config": {k: v for k, v in dataclasses.asdict(self.config).items() if k != "save_every"},
             "drafter": {k: v for k, v in self.drafter.config.to_dict().items() if k not in ("ttt", "trained_length")},
-            "initial": self.initial,
+            "initial": _digest(self.drafter.state_dict()),
             "data": [(e.id, e.length, e.prompt_length) for e in self.trajectory.entries],
+            "texts": _digest({str(i): self.trajectory.tokens(i) for i in range(len(self.trajectory))}),
+            "recorded": self.trajectory.settings,
             "target": self.trajectory.spec.fingerprint,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -178,6 +180,7 @@ class _Run:
         metadata = {"step": str(step), "fingerprint": self.fingerprint, "log": json.dumps(log)}
         with atomic(out / _STATE) as temporary:
             save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, temporary, metadata=metadata)
+            sort_metadata(temporary)
 
     def resume(self, out: Path) -> tuple[int, list[dict[str, int | float]]]:
         """Restore the last state if there is one; return (steps done, log)."""

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlab.errors import DriftlabError
-from driftlab.files import atomic, read_json, write_json
+from driftlab.files import atomic, read_json, sort_metadata, write_json
 from driftlab.segments import Starts, answer_starts
 
 FORMAT_VERSION = 1
@@ -304,6 +304,7 @@ def write_piece(path: Path, sequences: Sequence[Recorded], fingerprint: str) -> 
     }
     with atomic(path) as temporary:
         save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, temporary, metadata=metadata)
+        sort_metadata(temporary)
 
 
 def piece_entries(path: Path, piece: int) -> list[Entry]:

@@ -1,6 +1,6 @@
 """Draw every figure into paper_figs/out/ as PDF and PNG.
 
-    python -m paper_figs [NAME ...]
+python -m paper_figs [NAME ...]
 """
 
 from __future__ import annotations

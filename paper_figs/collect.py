@@ -1,6 +1,6 @@
 """Make the small committed tables from a run's rows.
 
-    python -m paper_figs.collect runs/demo
+python -m paper_figs.collect runs/demo
 """
 
 from __future__ import annotations

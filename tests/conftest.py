@@ -49,6 +49,58 @@ def tiny_llama(layers: int = 7, seed: int = 0, scale: float = 4.0, **overrides):
     return model
 
 
+#: what a family's config takes beside the shapes that all have
+FAMILIES = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 8},
+    "Mistral": {"sliding_window": 8},
+    "Gemma": {"head_dim": 8},
+    "Gemma3": {"head_dim": 8, "sliding_window": 8},
+    "GptOss": {
+        **{"head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "DeepseekV3": {
+        **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+        **{"qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+        **{"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    },
+}
+
+
+def tiny_model(family: str, layers: int = 7, seed: int = 0, scale: float = 10.0, **overrides):
+    """A random model of a family, scaled like :func:`tiny_llama` and more, so that its greedy texts hardly repeat."""
+    import transformers
+
+    torch.manual_seed(seed)
+    values = {
+        **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+        **{"eos_token_id": EOS, "bos_token_id": BOS, "pad_token_id": 0},
+    }
+    config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+    config = config(**{**values, **FAMILIES[family], **overrides})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(scale)
+        elif not name.endswith("bias"):
+            parameter.uniform_(0.5, 2.0)
+    return model
+
+
+def tiny_fast_tokenizer():
+    """A tokenizer that can be saved: one token a letter or space, BOS first, no chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: 3 + i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": BOS, "</s>": EOS, **letters}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
 @pytest.fixture(scope="session")
 def tiny_target():
     """A 7-layer random Llama as a target that captures states 1, 3 and 5."""
@@ -85,3 +137,42 @@ def make_drafter(tiny_trajectory):
         return drafter.eval()
 
     return make
+
+
+@pytest.fixture(scope="session")
+def train_tiny(tmp_path_factory):
+    """Return a function that trains a drafter of a variant on a recording until it has learnt most of it by heart."""
+    from driftlab import VARIANTS, Drafter, TrainConfig, train
+
+    def train_one(trajectory, variant: str = "eagle3", epochs: float = 35.0):
+        drafter = Drafter(VARIANTS[variant].for_target(trajectory), trajectory)
+        config = TrainConfig(ttt=3, lr=6e-3, batch_size=4, epochs=epochs, save_every=0)
+        return train(drafter, trajectory, config, out=tmp_path_factory.mktemp("drafter") / variant).eval()
+
+    return train_one
+
+
+@pytest.fixture(scope="session")
+def varied_target():
+    """A 7-layer random Llama whose greedy texts hardly repeat: one row too many or too few is another token."""
+    from driftlab import Target
+
+    model = tiny_model("Llama")
+    model.lm_head.weight.mul_(3)  # a distribution sharp enough to be learnt in seconds
+    return Target(model, TinyTokenizer(), name="varied", aux_layers=(1, 3, 5))
+
+
+@pytest.fixture(scope="session")
+def varied_trajectory(varied_target, tmp_path_factory):
+    """Four recorded sequences, as in ``tiny_trajectory``, with a dozen different tokens each."""
+    prompts = ["hello world", "abc", "q", "another longer prompt here"]
+    out = tmp_path_factory.mktemp("recording") / "varied"
+    return varied_target.record(prompts, max_new_tokens=24, template=False, out=out)
+
+
+@pytest.fixture(scope="session")
+def trained(train_tiny, varied_trajectory):
+    """The four variants, trained on the varied recording, by name."""
+    from driftlab import VARIANTS
+
+    return {variant: train_tiny(varied_trajectory, variant) for variant in VARIANTS}

@@ -85,7 +85,9 @@ def same(result, expected, atol=1e-12, fields=FIELDS):
     for name in fields:
         ours = getattr(result, name)
         assert ours.shape == expected[name].shape, name
-        torch.testing.assert_close(ours, expected[name], rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours, expected[name], rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("own", [0, 1, 3])
@@ -132,8 +134,8 @@ def test_keys_after_the_row_do_not_exist():
     case["rows"].clamp_(max=5)
     before = run(case, scale)
     case["context_k"][:, :, 6:] = 1e3
-    case["context_v"][:, :, 6:] = float("inf")
-    after = run({**case, "context_v": case["context_v"].nan_to_num(posinf=1e9)}, scale)
+    case["context_v"][:, :, 6:] = 1e9
+    after = run(case, scale)
     for name in FIELDS:
         assert torch.equal(getattr(before, name), getattr(after, name)), name
     assert (before.columns[..., 6:] == 0).all()

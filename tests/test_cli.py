@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from driftlab import DriftlabError
-from driftlab import cli
+from driftlab import DriftlabError, cli
 
 
 @pytest.fixture

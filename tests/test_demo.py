@@ -8,7 +8,20 @@ import pytest
 from driftlab import TrainConfig, read_rows
 from driftlab.demo import DemoConfig, run_demo
 
-COLUMNS = "variant tau tau_low tau_high rms_d1 rms_dK sink_d1 sink_dK self_d2 self_dK recent_d1 recent_dK".split()
+COLUMNS = [
+    "variant",
+    "tau",
+    "tau_low",
+    "tau_high",
+    "rms_d1",
+    "rms_dK",
+    "sink_d1",
+    "sink_dK",
+    "self_d2",
+    "self_dK",
+    "recent_d1",
+    "recent_dK",
+]
 
 
 @pytest.mark.real

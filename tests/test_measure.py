@@ -1,6 +1,7 @@
+import pandas as pd
 import pytest
 
-from driftlab.measure import drafter_sink, match_rows, probe_rows, replay_rows
+from driftlab.measure import drafter_sink, probe_rows, replay_rows
 from driftlab.results import check, mixed_settings
 
 
@@ -20,12 +21,14 @@ def test_replay_rows_carry_settings_and_say_which_starts(tiny_trajectory, make_d
 
 def test_match_does_not_depend_on_how_deep_the_draft_goes(tiny_trajectory, make_drafter):
     drafter = make_drafter("norm_output")
-    shallow = match_rows(drafter, tiny_trajectory, "d", depth=3)
-    deep = match_rows(drafter, tiny_trajectory, "d", depth=6)
-    columns = ["prompt", "depth", "value", "n"]
-    merged = shallow[columns].merge(deep[columns], on=["prompt", "depth"])
-    assert len(merged) == len(shallow)
-    assert (merged["value_x"].fillna(-1) == merged["value_y"].fillna(-1)).all()
+    shallow, first = replay_rows(drafter, tiny_trajectory, "d", depth=3)
+    deep, second = replay_rows(drafter, tiny_trajectory, "d", depth=3, match_depth=6)
+    assert first.rounds == second.rounds
+    shallow, deep = (rows[rows["quantity"] == "match"] for rows in (shallow, deep))
+    assert deep["depth"].max() == 6
+    pd.testing.assert_frame_equal(
+        shallow.set_index(["prompt", "depth"]), deep[deep["depth"] <= 3].set_index(["prompt", "depth"])
+    )
 
 
 def test_probe_rows_name_what_was_fed(tiny_trajectory, make_drafter):

@@ -264,14 +264,20 @@ def _draft_vocab(tensors: dict[str, Tensor], config: DrafterConfig, path: Path) 
             "without it nobody knows which token a draft id means"
         )
     d2t = tensors["d2t"].to(torch.int64)
+    if d2t.shape != (config.draft_vocab_size,):
+        raise DriftlabError(f"{path}: d2t is {list(d2t.shape)}, the configuration makes it [{config.draft_vocab_size}]")
     ids = torch.arange(len(d2t)) + d2t
     if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
         raise DriftlabError(
             f"{path}: d2t holds no valid offsets (target id = draft id + d2t[draft id] must ascend within "
             f"0..{config.vocab_size - 1}; here it runs from {int(ids[0])} to {int(ids[-1])})"
         )
+    if "t2d" not in tensors and torch.equal(2 * d2t, ids) and len(ids) > 1:
+        raise DriftlabError(
+            f"{path}: d2t is 0, 1, 2, ...: offsets are wanted (verl-SpeCo#67), and no t2d says otherwise"
+        )
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
     t2d[ids] = True
-    if not torch.equal(tensors.setdefault("t2d", t2d), t2d):
+    if not torch.equal(tensors.setdefault("t2d", t2d).bool(), t2d):
         raise DriftlabError(f"{path}: t2d and d2t name different draft vocabularies")
     return ids

@@ -53,9 +53,9 @@ class Target:
         self.spec: TargetSpec = self.adapter.spec(name, label or name, _eos_ids(model, tokenizer))
         self.aux_layers = tuple(default_aux_layers(self.spec.num_layers) if aux_layers is None else aux_layers)
         bad = [k for k in self.aux_layers if not 0 <= k <= self.spec.num_layers]
-        if bad or list(self.aux_layers) != sorted(set(self.aux_layers)):
+        if bad or not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
             raise DriftlabError(
-                f"aux_layers {list(self.aux_layers)}: they must be distinct, ascending and in 0..{self.spec.num_layers}"
+                f"aux_layers {list(self.aux_layers)}: give one or more, distinct, ascending, in 0..{self.spec.num_layers}"
             )
 
     @classmethod
@@ -175,6 +175,8 @@ class Target:
         encoded = []
         for answer, prompt in zip(answers, prompts, strict=True):
             ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"][:limit]
+            # no decoder goes on after EOS
+            ids = ids[: next((i for i, token in enumerate(ids, 1) if token in self.spec.eos_ids), len(ids))]
             if not ids:
                 raise DriftlabError(f"the answer to prompt {prompt.id!r} is empty")
             encoded.append(tuple(ids))

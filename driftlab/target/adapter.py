@@ -16,6 +16,7 @@ import torch
 import transformers
 from jaxtyping import Float, Int
 from packaging.version import Version
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
@@ -23,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from driftlab import models
+from driftlab.devices import usable_device
 from driftlab.errors import DriftlabError
 from driftlab.progress import Progress, silent
 from driftlab.trajectory import TargetHead, TargetSpec
@@ -60,9 +62,14 @@ def load_pretrained(
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         with _quiet():
             model, report = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, device_map=device_map, output_loading_info=True, **options
+                source,
+                dtype=dtype,
+                device_map=device_map,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported, and refused below by name
+                **options,
             )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise DriftlabError(
             f"cannot load target {name!r}: {_first_line(error)}. Give {sorted(models.PACKAGED)}, the path of a local "
             "model folder, or a Hugging Face id (which needs the hub, or its cache, within reach)"
@@ -72,7 +79,7 @@ def load_pretrained(
         raise DriftlabError(f"target {name!r} did not load whole: {broken}; such weights would be random")
     model.eval().requires_grad_(False)
     if device is not None and device_map is None:
-        model.to(device)
+        model.to(usable_device(device))
     return model, tokenizer, label
 
 
@@ -85,7 +92,7 @@ def _refuse_drafter(folder: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
 
 
 @contextmanager
@@ -129,8 +136,15 @@ class Adapter:
         return TargetHead(
             self.model.get_input_embeddings().weight.detach(),
             self.model.get_output_embeddings().weight.detach(),
-            self.decoder.norm.weight.detach(),
+            self._norm_gain(),
         )
+
+    @torch.no_grad()
+    def _norm_gain(self) -> Tensor:
+        """Gain of the final norm, read from what it does: Gemma's parameter is the gain minus one."""
+        weight = self.decoder.norm.weight
+        # a power of two leaves no rounding, and eps vanishes beside its square
+        return self.decoder.norm(torch.full_like(weight, 2.0**14)[None])[0]
 
     def spec(self, name: str, label: str, eos_ids: tuple[int, ...]) -> TargetSpec:
         """Shapes and identity, read from the text config."""
@@ -212,9 +226,13 @@ class Adapter:
 
     @torch.inference_mode()
     def check_head(self, tokens: Int[Tensor, "batch pos"]) -> None:
-        """Raise DriftlabError unless head(last hidden) gives the model's own logits (soft-capping, scaling, ... differ)."""
+        """Raise DriftlabError unless the head's matrix on the last hidden states gives the model's own logits.
+
+        (Soft-capping, scaling or a bias of the head differ.)
+        """
         own = self.model(tokens, use_cache=False).logits.float()
-        ours = self.logits(self.hidden(tokens)).to(own.device)
+        head = self.model.get_output_embeddings().weight
+        ours = torch.nn.functional.linear(self.hidden(tokens).to(head), head).float().to(own.device)
         worst = float((own - ours).abs().max())
         if worst > 1e-3 * max(1.0, float(own.abs().max())) * (1 if self.dtype == torch.float32 else 16):
             raise DriftlabError(
@@ -230,7 +248,7 @@ class Adapter:
         reduced as they come. Raises DriftlabError for targets with learned sinks (their eager kernel would be needed).
         """
         if not self.model._supports_sdpa:
-            raise DriftlabError(f"{type(self.model).__name__} has no SDPA attention to watch")
+            raise DriftlabError(f"{type(self.model).__name__} has no SDPA attention to watch (learned sinks have none)")
         AttentionInterface.register(_MASS_ATTENTION, _mass_attention)
         # without a mask of the same name the mask is silently dropped
         AttentionMaskInterface.register(_MASS_ATTENTION, sdpa_mask)

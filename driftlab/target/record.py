@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from driftlab.errors import DriftlabError
-from driftlab.files import cache_dir, locked, read_json, write_json
+from driftlab.files import cache_dir, locked, read_json, sweep, write_json
 from driftlab.progress import Progress
 from driftlab.prompts import Prompt
 from driftlab.results import provenance
@@ -89,11 +90,11 @@ def run(
     """Do the job, or what is left of it, and open the result."""
     folder = out or cache_dir() / "recordings" / job.fingerprint[:16]
     with locked(folder):
+        sweep(folder)
         _claim(folder, job, piece_size)
         piece_size = read_json(folder / "recording.json")["piece_size"]
         pieces = [range(i, min(i + piece_size, len(job.prompts))) for i in range(0, len(job.prompts), piece_size)]
-        if not (folder / "trajectory.json").is_file():
-            _write_head(adapter, job, folder)
+        _write_head(adapter, job, folder)
         missing = [i for i in range(len(pieces)) if not piece_is_whole(piece_path(folder, i), job.fingerprint)]
         if missing or not (folder / "trajectory.json").is_file():
             adapter.check_head(torch.tensor([list(job.prompt_ids[0])[:64]], device=adapter.device))
@@ -103,7 +104,7 @@ def run(
                 spec=job.spec,
                 aux_layers=job.aux_layers,
                 settings=job.settings,
-                sink=_sink(adapter, tokenizer, job, folder),
+                sink=_sink(adapter, tokenizer, folder, len(pieces)),
                 pieces=len(pieces),
                 head=_head_name(job),
                 provenance=provenance(job.settings),
@@ -218,10 +219,11 @@ def capture(
 
 def _check_finite(aux: Tensor, last: Tensor, job: Job, prompt_id: str) -> None:
     store = getattr(torch, job.store_dtype)
-    for name, states in [*((f"layer {k}", aux[:, i]) for i, k in enumerate(job.aux_layers)), ("last hidden", last)]:
+    stored = [(f"layer {k}", aux[:, i], store) for i, k in enumerate(job.aux_layers)]
+    for name, states, dtype in [*stored, ("last hidden", last, torch.float32)]:
         for what, value in (
             ("the target's state", states),
-            (f"that state stored as {job.store_dtype}", states.to(store)),
+            (f"that state stored as {job.store_dtype}", states.to(dtype)),
         ):
             bad = (~value.isfinite()).any(-1).nonzero()
             if len(bad):
@@ -231,9 +233,10 @@ def _check_finite(aux: Tensor, last: Tensor, job: Job, prompt_id: str) -> None:
                 )
 
 
-def _sink(adapter: Adapter, tokenizer: Any, job: Job, folder: Path) -> dict[str, Any]:
+def _sink(adapter: Adapter, tokenizer: Any, folder: Path, pieces: int) -> dict[str, Any]:
     """Search the target's sink over all positions that the prompts share; position 0 if it cannot be watched."""
-    sequences = read_entries(folder, piece_entries(piece_path(folder, 0), 0)[:_SINK_SEQUENCES])
+    entries = (entry for number in range(pieces) for entry in piece_entries(piece_path(folder, number), number))
+    sequences = read_entries(folder, list(itertools.islice(entries, _SINK_SEQUENCES)))
     shared = max(1, min(s.prompt_length for s in sequences) - 1)
     try:
         masses = [adapter.position_mass(s.tokens[None].to(adapter.device), s.prompt_length - 1) for s in sequences]

@@ -72,7 +72,9 @@ def choose(
     p = sampling.process(logits).double().cpu()
     u = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
     cumulative = p.cumsum(-1)
-    return torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0].tolist()
+    chosen = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+    # a row that is not finite has no place for u; the recording names the state that is to blame
+    return chosen.clamp(max=p.shape[-1] - 1).tolist()
 
 
 @torch.inference_mode()
