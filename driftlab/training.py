@@ -99,7 +99,8 @@ def train(
             if config.save_every and step % config.save_every == 0:
                 run.save_state(out, step, log)
         if step < run.steps:
-            run.save_state(out, step, log)
+            if step:
+                run.save_state(out, step, log)
             return drafter
         longest = max(entry.length for entry in trajectory.entries)
         drafter.config = dataclasses.replace(drafter.config, ttt=config.ttt, trained_length=longest)

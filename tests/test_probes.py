@@ -9,7 +9,7 @@ from builders import own_tables, random_batch
 from naive import fuse, naive_chain
 
 DEPTH, WINDOWS, NULL_DEPTH = 5, (2, 4, 30), 4
-SHAPES = ((14, 5), (12, 1), (8, 6))  # tokens, prompt tokens: 9, 11 and 2 starts
+SHAPES = ((14, 5), (14, 1), (8, 6))  # tokens, prompt tokens: as many starts as rows, after one token, and 9 and 2
 KEYS = ["prompt", "layer", "head", "depth", "quantity", "window"]
 
 

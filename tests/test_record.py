@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import BOS, EOS, FAMILIES, VOCAB, TinyTokenizer, tiny_fast_tokenizer, tiny_model
+from conftest import BOS, EOS, VOCAB, TinyTokenizer, tiny_fast_tokenizer, tiny_model
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -61,7 +61,7 @@ def forwards(varied_target, monkeypatch):
 # ---- what is recorded
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Qwen3", "Mistral", "GptOss", "DeepseekV3"])
 def test_tokens_states_and_lse_are_those_of_one_plain_pass(family, tmp_path):
     """The text is the teacher-forced arg max; aux[i] is HF's state k at the same position; lse is the model's."""
     model = tiny_model(family)
@@ -154,9 +154,7 @@ def test_learned_sinks_are_reported_as_not_found_with_the_reason(tmp_path):
 # ---- what does not matter
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 1.3, "top_k": 20, "top_p": 0.9}]
-)
+@pytest.mark.parametrize("kwargs", [{}, {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "seed": 5}])
 def test_piece_size_changes_no_text(varied_target, tmp_path, kwargs):
     recordings = [record(varied_target, tmp_path / f"{n}", piece_size=n, **kwargs) for n in (1, 4, 99)]
     assert [len(list((tmp_path / f"{n}").glob("piece-*"))) for n in (1, 4, 99)] == [6, 2, 1]
@@ -226,7 +224,7 @@ folder, prompts, kwargs = sys.argv[1], sys.argv[2].split("|"), dict(temperature=
 import torch, transformers, driftlab.files
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
-for point in (0, 2, 3, 4, "writing"):
+for point in (0, 3, "writing"):
     child = os.fork()
     if not child:
         torch.set_num_threads(1)
@@ -246,7 +244,7 @@ for point in (0, 2, 3, 4, "writing"):
     assert done.returncode == 0, done.stderr
     target = Target.load(str(tmp_path / "model"), aux_layers=(1, 3, 5))
     uninterrupted = record(target, tmp_path / "whole", temperature=1.0)
-    for point, pieces in ((0, 0), (2, 1), (3, 1), (4, 2), ("writing", 1)):
+    for point, pieces in ((0, 0), (3, 1), ("writing", 1)):
         out = tmp_path / f"killed-{point}"
         assert len(list(out.glob("piece-*"))) == pieces
         assert len(list(out.glob(".piece-*.tmp"))) == (point == "writing")
@@ -263,8 +261,10 @@ def rewrite(path, change):
     save_file(tensors, path, metadata=metadata)
 
 
-@pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.parametrize("damage", ["delete", "truncate", "empty", "foreign", "noise"])
+@pytest.mark.parametrize(
+    ("damage", "finished"),
+    [("delete", True), ("delete", False), ("truncate", True), ("truncate", False), ("empty", True), ("foreign", True)],
+)
 def test_a_damaged_piece_is_made_again_and_only_that(whole, varied_target, tmp_path, forwards, damage, finished):
     out = tmp_path / "r"
     record(varied_target, out, temperature=1.0)
@@ -275,10 +275,8 @@ def test_a_damaged_piece_is_made_again_and_only_that(whole, varied_target, tmp_p
         path.write_bytes(path.read_bytes()[:-7])
     elif damage == "empty":
         path.write_bytes(b"")
-    elif damage == "foreign":
-        rewrite(path, lambda tensors, metadata: metadata.update(fingerprint="another"))
     else:
-        path.write_bytes(b"\xff" * 100)
+        rewrite(path, lambda tensors, metadata: metadata.update(fingerprint="another"))
     if not finished:
         (out / "trajectory.json").unlink()
     others = {number: piece_path(out, number).stat().st_mtime_ns for number in (0, 2)}
@@ -323,7 +321,7 @@ def test_progress_only_rises_and_ends_at_the_total(varied_target, tmp_path):
     ("kwargs", "told"),
     [
         ({"max_new_tokens": 5}, "max_new_tokens: 12 there, 5 asked"),
-        ({"temperature": 1.0}, "temperature: 0.0 there, 1.0 asked"),
+        ({"temperature": 0.0}, "temperature: 1.0 there, 0.0 asked"),
         ({"seed": 3}, "seed: 0 there, 3 asked"),
         ({"top_k": 4, "top_p": 0.5}, "top_k: 0 there, 4 asked, top_p: 1.0 there, 0.5 asked"),
         ({"store_dtype": torch.bfloat16}, "store_dtype: float32 there, bfloat16 asked"),
@@ -332,11 +330,11 @@ def test_progress_only_rises_and_ends_at_the_total(varied_target, tmp_path):
         ({"answers": ["a"] * 6}, "answers: target there, given asked"),
     ],
 )
-def test_a_folder_with_another_recording_is_refused_and_left_alone(varied_target, tmp_path, kwargs, told):
-    before = files(record(varied_target, tmp_path / "r").path)
+def test_a_folder_with_another_recording_is_refused_and_left_alone(varied_target, whole, kwargs, told):
+    before = files(whole.path)
     with pytest.raises(DriftlabError, match=f"holds another recording .*{told}.*choose another folder"):
-        record(varied_target, tmp_path / "r", **kwargs)
-    assert files(tmp_path / "r") == before
+        record(varied_target, whole.path, **{"temperature": 1.0, **kwargs})
+    assert files(whole.path) == before
 
 
 def test_another_target_or_other_layers_are_named(varied_target, tmp_path):

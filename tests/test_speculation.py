@@ -49,26 +49,25 @@ def test_live_is_the_replay_round_for_round(varied_target, varied_trajectory, tr
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_live_is_the_replay_for_an_untrained_drafter(varied_target, varied_trajectory, make_drafter, variant):
-    simulation = check_live_equals_replay(varied_target, make_drafter(variant), varied_trajectory, 3)
+    simulation = check_live_equals_replay(varied_target, make_drafter(variant), varied_trajectory.subset([2, 3]), 3)
     assert simulation.tau < 1.3
 
 
-@pytest.mark.parametrize(("family", "depths"), [("Mistral", (1, 5)), ("Gemma3", (3,)), ("GptOss", (3,))])
-def test_live_is_the_replay_with_sliding_windows(family, depths, train_tiny, tmp_path):
+@pytest.mark.parametrize(("family", "depth"), [("Mistral", 4), ("Gemma3", 3), ("GptOss", 2)])
+def test_live_is_the_replay_with_sliding_windows(family, depth, train_tiny, tmp_path):
     """The verify cache of a window of 8 is rolled back behind, at and far beyond the window (transformers#47447)."""
     target = Target(tiny_model(family), TinyTokenizer(), name=family, aux_layers=(1, 3, 5))
     trajectory = target.record(PROMPTS, max_new_tokens=24, template=False, out=tmp_path / "r")
     drafter = train_tiny(trajectory, "eagle31")
-    for depth in depths:
-        simulation = check_live_equals_replay(target, drafter, trajectory, depth)
-        accepted = {r.accepted for rounds in simulation.rounds for r in rounds}
-        assert len(accepted) > 1
+    simulation = check_live_equals_replay(target, drafter, trajectory, depth)
+    assert len({r.accepted for rounds in simulation.rounds for r in rounds}) > 1
 
 
 def test_live_is_the_replay_with_a_reduced_draft_vocabulary(varied_target, varied_trajectory, make_drafter):
     answers = torch.cat([torch.tensor(answer_of(varied_trajectory, i)) for i in range(4)])
     kept = answers.unique().tolist()[:-3]
-    check_live_equals_replay(varied_target, make_drafter("eagle31", draft_vocab=kept), varied_trajectory, 3)
+    drafter = make_drafter("eagle31", draft_vocab=kept)
+    check_live_equals_replay(varied_target, drafter, varied_trajectory.subset([0, 1]), 3)
 
 
 def test_a_long_text_is_that_of_plain_decoding(varied_target, trained):
@@ -167,7 +166,7 @@ def stopping(train_tiny, tmp_path_factory):
     return target, trajectory, train_tiny(trajectory, "eagle31", 60.0)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("depth", [1, 3, 9])
 def test_eos_ends_the_text_as_bonus_or_as_accepted_draft(stopping, depth):
     target, trajectory, drafter = stopping
     simulation = check_live_equals_replay(target, drafter, trajectory, depth)

@@ -204,7 +204,7 @@ def test_no_rows_are_no_loss():
     hidden = torch.zeros(0, 8, requires_grad=True)
     loss, best = SoftCrossEntropy.apply(hidden, torch.ones(5, 8), torch.ones(3, 5), torch.zeros(0, dtype=torch.long))
     loss.backward()
-    assert (float(loss), best.shape, hidden.grad.shape) == (0.0, (0,), (0, 8))
+    assert (float(loss.detach()), best.shape, hidden.grad.shape) == (0.0, (0,), (0, 8))
 
 
 def test_an_own_head_is_trained_and_a_borrowed_one_is_not(varied_trajectory, tmp_path):
@@ -224,18 +224,17 @@ def test_an_own_head_is_trained_and_a_borrowed_one_is_not(varied_trajectory, tmp
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_flow_through_the_feedback(varied_trajectory, make_drafter, variant):
-    """The depth-2 loss alone reaches the state that depth 1 handed on, and fc behind it."""
+    """What depth 2 says alone reaches the state that depth 1 handed on, and fc behind it."""
     drafter, kept = make_drafter(variant, target=varied_trajectory), {}
-    batch, index = varied_trajectory.batch([0, 1]), []
+    batch = varied_trajectory.batch([0, 1])
 
     def keep(value, hook):
         value.retain_grad()
         kept[hook.depth] = value
 
     with drafter.hooks([("hook_feedback", keep)]):
-        for state, _ in unroll(drafter, batch, 2, feed="text"):
-            index.append(state)
-    index[1].normed.square().sum().backward()
+        states = [state for state, _ in unroll(drafter, batch, 2, feed="text")]
+    states[1].normed.square().sum().backward()
     through = drafter.fc.weight.grad.clone()
     assert kept[1].grad.abs().max() > 0
     assert through.abs().max() > 0
@@ -261,14 +260,6 @@ def test_the_gradient_is_the_slope_of_the_loss(varied_trajectory, make_drafter):
         direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         direction *= 3e-3 / direction.norm()
         with torch.no_grad():
-            slope = -value()
-            parameter += direction
-            slope += 2 * value()
-            parameter -= 2 * direction
-            slope -= value()
-            parameter += direction
-        slope = None if slope is None else slope
-        with torch.no_grad():
             parameter += direction
             high = value()
             parameter -= 2 * direction
@@ -291,7 +282,7 @@ def test_one_loud_state_gives_finite_loss_and_gradients(varied_trajectory, varia
     loud.backward()
     assert loud.isfinite()
     assert all(p.grad.isfinite().all() for p in drafter.parameters())
-    assert (abs(float(loud - quiet)) < 1e-4) == drafter.config.fc_norm
+    assert (abs(float((loud - quiet).detach())) < 1e-4) == drafter.config.fc_norm
 
 
 # ---- the schedule
@@ -337,19 +328,19 @@ def batches_seen(trajectory, monkeypatch, out, variant="eagle3", **config):
 
 
 def test_every_variant_sees_the_same_batches_and_the_seed_changes_them(varied_trajectory, monkeypatch, tmp_path):
-    config = {"epochs": 6.0, "batch_size": 1}
+    config = {"epochs": 3.0, "batch_size": 1, "ttt": 1}
     seen = {
         variant: batches_seen(varied_trajectory, monkeypatch, tmp_path / variant, variant, **config)
         for variant in VARIANTS
     }
     first = seen["eagle3"]
     assert all(other == first for other in seen.values())
-    epochs = [sum(first[i : i + 4], []) for i in range(0, 24, 4)]
+    epochs = [sum(first[i : i + 4], []) for i in range(0, 12, 4)]
     assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
     other = batches_seen(varied_trajectory, monkeypatch, tmp_path / "seed", seed=1, **config)
     assert other != first
-    again = batches_seen(varied_trajectory, monkeypatch, tmp_path / "ttt", ttt=1, lr=1e-4, **config)
+    again = batches_seen(varied_trajectory, monkeypatch, tmp_path / "ttt", **{**config, "ttt": 2, "lr": 1e-4})
     assert again == first
 
 
@@ -407,7 +398,7 @@ def test_an_error_between_saves_loses_no_more_than_to_the_last(varied_trajectory
 
 
 def test_killed_at_any_step_it_goes_on_to_the_same_bits(varied_trajectory, whole, tmp_path):
-    """kill -9, between saves and while a state, the log or the weights are written."""
+    """kill -9, between saves and while a state or the weights are written."""
     code = """
 import os, signal, sys
 import torch
@@ -417,7 +408,7 @@ out, recording = sys.argv[1:]
 config = TrainConfig(ttt=2, lr=3e-3, batch_size=2, epochs=3.5, save_every=2)
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
-for point in ("3", "state", "csv", "model", "config"):
+for point in ("3", "state", "model"):
     child = os.fork()
     if not child:
         torch.set_num_threads(1)
@@ -441,7 +432,7 @@ for point in ("3", "state", "csv", "model", "config"):
     )
     assert done.returncode == 0, done.stderr
     config = dataclasses.replace(CONFIG, save_every=2)
-    for point in ("3", "state", "csv", "model", "config"):
+    for point in ("3", "state", "model"):
         out = tmp_path / point
         assert not (out / "config.json").exists()
         assert list(out.glob(".*.tmp")) or point == "3"
