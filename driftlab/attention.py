@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from driftlab.errors import DriftlabError
 from driftlab.segments import Segment
 
 BLOCK_BYTES = 64 * 2**20
@@ -141,6 +142,8 @@ def _attend_block(
     segments = torch.cat([segments, segments.new_full((batch, own), int(Segment.SELF))], 1)
     scores = _controlled(scores, segments, controls)
     hidden = _hidden(rows, context, controls.drop)
+    if controls.drop is not None and own == 0 and sink_logit is None:
+        _refuse_blind(hidden, rows, valid)
     scores = torch.cat([scores[..., :context].masked_fill(hidden[:, None], -torch.inf), scores[..., context:]], -1)
     if sink_logit is None:
         lse = scores.logsumexp(-1)
@@ -185,6 +188,17 @@ def _hidden(rows: Tensor, context: int, drop: Tensor | None) -> Tensor:
     if drop is None:
         return hidden
     return hidden | (drop if drop.ndim == 3 else drop[:, None])
+
+
+def _refuse_blind(hidden: Tensor, rows: Tensor, valid: Tensor | None) -> None:
+    """A softmax over no key is no number: raise for the first start whose every key is dropped."""
+    blind = hidden.all(-1) if valid is None else hidden.all(-1) & valid
+    if bool(blind.any()):
+        batch, start = blind.nonzero()[0].tolist()
+        raise DriftlabError(
+            f"sequence {batch} of the batch, row {int(rows[batch, start])}: every key is dropped, so there is nothing to "
+            "attend to; keep at least one (the row's own, say)"
+        )
 
 
 def _recent(p: Tensor, rows: Tensor, context: int, windows: Sequence[int]) -> Tensor:

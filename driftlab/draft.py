@@ -108,6 +108,8 @@ def all_starts(
     """
     check_depth(depth)
     check_fits(drafter, data)
+    if not len(data):
+        raise DriftlabError("there is no sequence to draft for")
     device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
     drafts = []
     done = 0

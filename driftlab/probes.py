@@ -80,18 +80,35 @@ class Probe(ABC):
         """Begin a new batch; subclasses that carry something from depth to depth forget it here."""
 
     def _add(
-        self, quantity: str, depth: int, value: Tensor, *, valid: Tensor | None = None, layer: int = -1, window: int = 0
+        self,
+        quantity: str,
+        depth: int,
+        value: Tensor,
+        *,
+        valid: Tensor | None = None,
+        layer: int = -1,
+        window: int = 0,
+        may_miss: bool = False,
     ) -> None:
-        """Add ``value [batch start]`` or ``[batch head start]``, averaged over valid, finite starts of each sequence."""
+        """Add ``value [batch start]`` or ``[batch head start]``, summed over the valid starts of each sequence.
+
+        A NaN among them is an error that names its place, unless the quantity ``may_miss`` there (then it leaves n too).
+        """
         valid = self._starts.valid if valid is None else valid
-        value = value.detach().double()
-        value = value if value.ndim == 3 else value[:, None]
+        value, by_heads = value.detach().double(), value.ndim == 3
+        value = value if by_heads else value[:, None]
         counted = valid[:, None] & value.isfinite()
+        if not may_miss and not torch.equal(counted, valid[:, None].expand_as(counted)):
+            place = (valid[:, None] & ~value.isfinite()).nonzero()[0].tolist()
+            raise DriftlabError(
+                f"{quantity} is not finite: prompt {self._starts.ids[place[0]]!r}, start {place[2]} of its answer, depth "
+                f"{depth}. Look for NaN or inf in the drafter's weights and in what hooks returned"
+            )
         totals = value.masked_fill(~counted, 0).sum(-1).tolist()
         counts = counted.sum(-1).tolist()
         for name, by_head, count_by_head in zip(self._starts.ids, totals, counts, strict=True):
             for head, (total, count) in enumerate(zip(by_head, count_by_head, strict=True)):
-                entry = self._sums[name, layer, head if len(by_head) > 1 else -1, depth, quantity, window]
+                entry = self._sums[name, layer, head if by_heads else -1, depth, quantity, window]
                 entry[0] += total
                 entry[1] += count
 
@@ -155,7 +172,8 @@ class AttentionMass(Probe):
         entropy = self._values(entropy[..., None], depth, layer)[..., 0]
         visible = self._values(self._visible[layer][:, None, :, None], depth, layer)[..., 0]
         self._add("entropy", depth, entropy, layer=layer)
-        self._add("entropy_relative", depth, (entropy / visible.log()).masked_fill(visible < 2, torch.nan), layer=layer)
+        relative = (entropy / visible.log()).masked_fill(visible < 2, torch.nan)  # of one key there is none
+        self._add("entropy_relative", depth, relative, layer=layer, may_miss=True)
 
     def _on_recent(self, recent: Tensor, depth: int, layer: int) -> None:
         recent = self._values(recent, depth, layer)

@@ -26,6 +26,7 @@ from driftlab.files import atomic, read_json, sort_metadata, write_json
 from driftlab.segments import Starts, answer_starts
 
 FORMAT_VERSION = 1
+_VOCAB_BLOCK = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,15 @@ class TargetHead:
     def logits(self, last_hidden: Float[Tensor, "*batch d_target"]) -> Float[Tensor, "*batch vocab"]:
         """The target's logits of post-norm states, in float32."""
         return torch.nn.functional.linear(last_hidden.float(), self.lm_head.float())
+
+    def lse(self, last_hidden: Float[Tensor, "*batch d_target"]) -> Float[Tensor, "*batch"]:
+        """Log-sum-exp of :meth:`logits`, widened to float32 block by block of the vocabulary.
+
+        (Of half-precision logits it is off by up to a tenth where they are large, and probabilities with it.)
+        """
+        wide, blocks = last_hidden.float(), self.lm_head.split(_VOCAB_BLOCK)
+        parts = [torch.nn.functional.linear(wide, rows.float()).logsumexp(-1) for rows in blocks]
+        return torch.stack(parts).logsumexp(0)
 
     def save(self, path: Path) -> None:
         """Write the tables; a tied head is written once."""

@@ -1,6 +1,7 @@
 """Which drafts match the recorded text, by hand; what a reduced draft vocabulary cannot propose is a rejection."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from conftest import VOCAB
 
 from driftlab import DriftlabError, accept, all_starts, simulate
 from driftlab.draft import Draft
+from driftlab.results import as_rows
 from driftlab.training import coverage
 from driftlab.trajectory import Batch
 
@@ -72,6 +74,16 @@ def test_padding_never_matches_even_where_the_tokens_agree():
     assert result.accept_length[1].tolist() == [2, 1, 0, 0]
 
 
+def test_a_padded_start_never_matches_wherever_its_row_points():
+    """Where batches were joined, the padding's row is 0, and the text there might be what was drafted."""
+    batch = batch_of([5, 6, 7, 8, 9, 7], [5, 0, 0, 0], prompts=[2, 1])
+    draft = draft_of(batch, torch.zeros(2, 4, 2, dtype=torch.long))
+    joined = dataclasses.replace(draft, rows=torch.where(draft.valid, draft.rows, 0))
+    result = accept(joined, batch)
+    assert not result.match[1, 3].any()
+    assert result.remaining[1, 3] == 0
+
+
 def test_an_answer_of_one_token_has_nothing_to_draft():
     batch = batch_of([5, 6, 7], prompts=[2])
     result = accept(draft_of(batch, [[[1, 1]]]), batch)
@@ -117,6 +129,18 @@ def test_a_draft_of_some_rows_only_is_refused():
     later = dataclasses.replace(draft, rows=draft.rows + 1)
     with pytest.raises(DriftlabError, match="replay needs every answer row"):
         accept(later, batch)
+
+
+def test_rows_give_the_share_of_comparable_starts_by_prompt_and_depth():
+    batch = batch_of([5, 6, 7, 8, 9, 7], [5, 6, 7], prompts=[2, 2])
+    records = list(accept(draft_of(batch, [[[8, 9], [9, 8], [8, 8], [7, 7]], [[0, 0]] * 4]), batch).records())
+    found = {(r["prompt"], r["depth"]): (r["value"], r["n"]) for r in records}
+    assert found["p0", 1] == (pytest.approx(2 / 3), 3)
+    assert found["p0", 2] == (pytest.approx(1 / 2), 2)
+    assert found["p1", 1][1] == found["p1", 2][1] == 0
+    assert all(math.isnan(found["p1", k][0]) for k in (1, 2))  # nothing to compare is missing, not 0
+    assert {r["quantity"] for r in records} == {"match"}
+    assert len(as_rows(records)) == 4
 
 
 # ---- a reduced draft vocabulary (D8)

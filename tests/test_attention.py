@@ -376,3 +376,22 @@ def test_a_dropped_key_has_no_mass_at_any_depth(make_drafter, tiny_trajectory):
         assert (after["layers.0.self_attn.hook_columns", depth][..., 3] == 0).all()
         visible = [cache["layers.0.self_attn.hook_visible", depth] for cache in (before, after)]
         assert torch.equal(visible[0] - 1, visible[1])
+
+
+def test_dropping_every_key_is_refused_and_padding_is_not_looked_at():
+    from driftlab import DriftlabError
+    from driftlab.attention import Controls, attend
+
+    case, scale = random_case(own=0)
+    drop = torch.zeros(2, 9, dtype=torch.bool)
+    drop[1, :1] = True  # the only key of the start at row 0
+    with pytest.raises(DriftlabError, match="sequence 1 of the batch, row 0: every key is dropped"):
+        attend(**case, scale=scale, controls=Controls(drop=drop))
+    valid = torch.ones(2, 5, dtype=torch.bool)
+    valid[1, 0] = False
+    assert (
+        attend(**case, scale=scale, controls=Controls(drop=drop), valid=valid)
+        .out[valid[:, None].expand(2, 4, 5)]
+        .isfinite()
+        .all()
+    )

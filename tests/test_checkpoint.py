@@ -80,7 +80,9 @@ def test_save_load_save_changes_no_byte(tmp_path, fc_norm, norm_output, override
     assert second.config == first.config
     assert second.notes == []
     assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
-    tensors, again = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    files = [tmp_path / name / "model.safetensors" for name in "ab"]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    tensors, again = (load_file(file) for file in files)
     assert list(tensors) == list(again)
     assert all(torch.equal(tensors[name], again[name]) and tensors[name].dtype == again[name].dtype for name in tensors)
     assert torch.equal(logits(first), logits(second))
@@ -97,6 +99,8 @@ def test_lent_tables_are_not_written_and_bound_again(tmp_path, source):
     drafter = Drafter(config_of(lm_head=source, draft_vocab_size=4), target, draft_vocab=ids)
     drafter.save(tmp_path / "d")
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(load_file(tmp_path / "d" / "model.safetensors"))
+    # no engine may lend it a head of its own: it would leave out the norm's gain
+    assert json.loads((tmp_path / "d" / "config.json").read_text())["architectures"] == ["DriftlabEagle3"]
     again = load(tmp_path / "d", target)
     assert again.draft_vocab.tolist() == ids
     assert torch.equal(logits(drafter), logits(again))

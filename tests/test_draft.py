@@ -395,3 +395,10 @@ def test_states_that_the_drafter_does_not_read_are_refused(make_drafter, tiny_tr
         for run in (lambda batch=batch: all_starts(other, batch, 2), lambda batch=batch: chain(other, batch, [4], 2)):
             with pytest.raises(DriftlabError, match=told):
                 run()
+
+
+def test_no_sequence_is_an_error(tiny_trajectory, make_drafter):
+    from driftlab import DriftlabError, all_starts
+
+    with pytest.raises(DriftlabError, match="no sequence"):
+        all_starts(make_drafter("eagle3"), tiny_trajectory.subset([]), 2)

@@ -472,3 +472,21 @@ def test_without_a_shared_prompt_row_there_is_nothing_to_search():
         all_starts(drafter, batch_of((9, 4), (6, 1)), 1)
     with pytest.raises(DriftlabError, match="no row before the answer"):
         search.top()
+
+
+@pytest.mark.parametrize("hook", ["hook_feedback", "fusion.hook_fused"])
+def test_a_state_that_is_not_finite_is_reported_with_its_place(tiny_trajectory, make_drafter, hook):
+    """Averaging the rest would give a number that looks right."""
+    from driftlab import DriftlabError, StateNorm, all_starts
+
+    drafter = make_drafter("eagle3")
+
+    def spoil(value, _):
+        return value.index_fill(1, torch.tensor([5]), float("nan"))
+
+    with (
+        pytest.raises(DriftlabError, match="is not finite: prompt"),
+        drafter.hooks([(hook, spoil)]),
+        StateNorm(drafter),
+    ):
+        all_starts(drafter, tiny_trajectory, 2)

@@ -568,6 +568,20 @@ def test_a_folder_moved_without_its_head_file_says_what_belongs_together(varied_
     assert record(varied_target, tmp_path / "elsewhere" / "r", ["abc"]).head.lm_head.shape == (VOCAB, 32)
 
 
+def test_lse_is_that_of_the_full_precision_logits_also_of_a_half_precision_target(tmp_path, monkeypatch):
+    """So that probabilities made from the file sum to one; in blocks of the vocabulary as in one."""
+    model = tiny_model("Llama")
+    model.lm_head.weight.mul_(10)  # logits of 40, as real targets have: bfloat16 rounds them to eighths
+    trajectory = record(Target(model.bfloat16(), TinyTokenizer(), aux_layers=(1,)), tmp_path / "r", ["abc"])
+    recorded, head = trajectory[0], trajectory.head
+    first = recorded.prompt_length - 1
+    assert head.lm_head.dtype == torch.bfloat16
+    p = (head.logits(recorded.last_hidden[first:]) - recorded.lse[first:, None]).exp()
+    torch.testing.assert_close(p.sum(-1), torch.ones(len(p)), rtol=0, atol=1e-4)
+    monkeypatch.setattr("driftlab.trajectory._VOCAB_BLOCK", 7)
+    torch.testing.assert_close(head.lse(recorded.last_hidden[first:]), recorded.lse[first:], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_round_trips_and_a_tied_one_is_written_once(tmp_path, tied):
     embed = torch.randn(VOCAB, 32)

@@ -19,7 +19,7 @@ from torch import Tensor
 from driftlab.drafter.config import DrafterConfig
 from driftlab.drafter.model import Drafter
 from driftlab.errors import DriftlabError
-from driftlab.files import atomic, read_json, write_json
+from driftlab.files import atomic, read_json, sort_metadata, write_json
 
 FORMAT_VERSION = 1
 
@@ -69,6 +69,7 @@ def save(drafter: Drafter, path: str | Path, *, dtype: torch.dtype | None = None
     }
     with atomic(path / "model.safetensors") as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", "driftlab_format_version": str(FORMAT_VERSION)})
+        sort_metadata(temporary)
     write_json(path / "config.json", _written_config(drafter.config))
 
 
@@ -101,7 +102,8 @@ def _written_config(config: DrafterConfig) -> dict[str, Any]:
     plain = {key: value for key, value in config.to_dict().items() if key in _PLAIN_KNOWN}
     return {
         **plain,
-        "architectures": ["LlamaForCausalLMEagle3"],
+        # an engine would lend such a file the target's head without the norm's gain: better that it knows no such name
+        "architectures": ["LlamaForCausalLMEagle3" if config.lm_head == "own" else "DriftlabEagle3"],
         "model_type": "llama",
         "hidden_act": "silu",
         "tie_word_embeddings": False,

@@ -188,7 +188,7 @@ def capture(
 ) -> list[Recorded]:
     """One teacher-forced pass over right-padded texts, in batches of like length; states kept by position."""
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    dtype = getattr(torch, job.store_dtype)
+    dtype, head = getattr(torch, job.store_dtype), adapter.head()
     sequences: dict[int, Recorded] = {}
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     for group in (order[i : i + 4] for i in range(0, len(order), 4)):
@@ -203,7 +203,7 @@ def capture(
             _check_finite(aux, hidden, job, prompt.id)
             lse = torch.full((length,), float("nan"))
             first = len(prompts[i]) - 1
-            lse[first:] = adapter.logits(hidden[first:]).logsumexp(-1).cpu()
+            lse[first:] = head.lse(hidden[first:].to(head.lm_head.device)).cpu()
             sequences[i] = Recorded(
                 id=prompt.id,
                 category=prompt.category or "",
