@@ -3,8 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# threads that spin while they wait make torch several times slower on a machine that is shared
-export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test check figures notebooks bench clean
 

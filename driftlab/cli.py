@@ -5,7 +5,6 @@ Nothing heavy is imported before a subcommand runs, so ``driftlab --help`` answe
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -204,8 +203,6 @@ def simulate(
 
 def main() -> None:
     """Entry point: dispatch, and turn a DriftlabError into one message on stderr (exit 2)."""
-    # threads that spin while they wait cost torch a factor of four or more as soon as another process wants a core
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         tyro.extras.subcommand_cli_from_dict(
             {"demo": demo, "record": record, "train": train, "probe": probe, "simulate": simulate},

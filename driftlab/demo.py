@@ -32,6 +32,7 @@ from driftlab.speculation import speculate
 from driftlab.target import Target
 from driftlab.training import TrainConfig, choose_draft_vocab, coverage, train
 from driftlab.trajectory import Trajectory
+from driftlab.workers import run_jobs
 
 RECENT = 8
 
@@ -42,13 +43,14 @@ class DemoConfig:
 
     prompts: int = 20
     answer_tokens: int = 96
-    training_texts: int = 200
+    training_texts: int = 240
     draft_vocab: int = 6144
     intermediate_size: int = 768
     train: TrainConfig = TrainConfig(ttt=4, lr=2e-3, batch_size=2, epochs=1.0)
     depth: int = 8
     """K of replay, probes and live runs"""
     match_depth: int = 16
+    live_tokens: int = 32
 
 
 def run_demo(
@@ -74,7 +76,7 @@ def run_demo(
     with _timed(seconds, "train four drafters"):
         drafters = train_all(lessons, config, device, progress)
     with _timed(seconds, "replay and probe"):
-        rows, simulations = measure_all(drafters, answers, config, progress)
+        rows, simulations = measure_all(drafters, answers, lessons, config, device, progress)
     with _timed(seconds, "live check"):
         live = check_live(target, drafters, answers, simulations, config, progress)
     summary = summarise(rows)
@@ -116,32 +118,68 @@ def record_all(target: Target, config: DemoConfig, progress: Progress) -> tuple[
 
 def train_all(lessons: Trajectory, config: DemoConfig, device: str, progress: Progress) -> dict[str, Drafter]:
     """Train every variant from the same first weights on the same batches; finished ones are read from the cache."""
-    vocab = choose_draft_vocab(lessons, config.draft_vocab)
+    folders = {name: _folder(lessons, config, device) / name for name in VARIANTS}
+    missing = [name for name, folder in folders.items() if not (folder / "config.json").is_file()]
+    if device == "cpu" and missing:
+        jobs = [(name, lessons.path, config, folders[name]) for name in missing]
+        run_jobs(_train_job, jobs, what="training four drafters", progress=progress)
     drafters = {}
-    for variant in VARIANTS.values():
-        shape = variant.for_target(
-            lessons, draft_vocab_size=config.draft_vocab, intermediate_size=config.intermediate_size
-        )
-        drafter = Drafter(shape, lessons, draft_vocab=vocab, seed=config.train.seed).to(device)
-        folder = cache_dir() / "demo" / f"{lessons.path.name}-{_key(config, device)}" / variant.name
-        drafters[variant.name] = train(drafter, lessons, config.train, out=folder, progress=progress).eval()
+    for name, folder in folders.items():
+        # finished: checks that the saved state is this training's, and loads it
+        drafters[name] = train(_new(name, lessons, config).to(device), lessons, config.train, out=folder).eval()
     return drafters
 
 
+def _new(name: str, lessons: Trajectory, config: DemoConfig) -> Drafter:
+    sizes = {"draft_vocab_size": config.draft_vocab, "intermediate_size": config.intermediate_size}
+    vocab = choose_draft_vocab(lessons, config.draft_vocab)
+    shape = VARIANTS[name].for_target(lessons, **sizes)
+    return Drafter(shape, lessons, draft_vocab=vocab, seed=config.train.seed)
+
+
+def _folder(lessons: Trajectory, config: DemoConfig, device: str) -> Path:
+    text = json.dumps([dataclasses.asdict(config), device], sort_keys=True)
+    return cache_dir() / "demo" / f"{lessons.path.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _train_job(name: str, path: Path, config: DemoConfig, out: Path, report: Callable[[int, int], None]) -> None:
+    lessons = Trajectory.open(path)
+    progress: Progress = lambda what, done, total: report(done, total)  # noqa: E731
+    train(_new(name, lessons, config), lessons, config.train, out=out, progress=progress)
+
+
 def measure_all(
-    drafters: dict[str, Drafter], answers: Trajectory, config: DemoConfig, progress: Progress
+    drafters: dict[str, Drafter],
+    answers: Trajectory,
+    lessons: Trajectory,
+    config: DemoConfig,
+    device: str,
+    progress: Progress,
 ) -> tuple[pd.DataFrame, dict[str, Simulation]]:
     """Replay and probe every drafter; the match is measured deeper than K."""
-    frames, simulations = [], {}
-    for done, (name, drafter) in enumerate(drafters.items()):
-        progress("measuring", done, len(drafters))
-        replayed, simulations[name] = replay_rows(
-            drafter, answers, name, depth=config.depth, match_depth=config.match_depth
-        )
-        probed = probe_rows(drafter, answers, name, depth=config.depth, recent=(RECENT,))
-        frames.append(combine([replayed, probed], varying=MIXED))
-    progress("measuring", len(drafters), len(drafters))
+    if device == "cpu":
+        jobs = [(name, _folder(lessons, config, device) / name, answers.path, config) for name in drafters]
+        measured = run_jobs(_measure_job, jobs, what="measuring", progress=progress)
+    else:
+        measured = [_measure(name, drafter, answers, config) for name, drafter in drafters.items()]
+    frames = [frame for frame, _ in measured]
+    simulations = dict(zip(drafters, (simulation for _, simulation in measured), strict=True))
     return combine(frames, varying=MIXED), simulations
+
+
+def _measure(name: str, drafter: Drafter, answers: Trajectory, config: DemoConfig) -> tuple[pd.DataFrame, Simulation]:
+    replayed, simulation = replay_rows(drafter, answers, name, depth=config.depth, match_depth=config.match_depth)
+    probed = probe_rows(drafter, answers, name, depth=config.depth, recent=(RECENT,))
+    return combine([replayed, probed], varying=MIXED), simulation
+
+
+def _measure_job(
+    name: str, folder: Path, path: Path, config: DemoConfig, report: Callable[[int, int], None]
+) -> tuple[pd.DataFrame, Simulation]:
+    answers = Trajectory.open(path)
+    result = _measure(name, Drafter.load(folder, answers).eval(), answers, config)
+    report(1, 1)
+    return result
 
 
 def check_live(
@@ -151,26 +189,20 @@ def check_live(
     simulations: dict[str, Simulation],
     config: DemoConfig,
     progress: Progress,
-) -> dict[str, Any]:
+) -> str:
     """Run the shortest answer live with every drafter; raise if text or accept lengths differ from replay."""
     index = min(range(len(answers)), key=lambda i: answers.entries[i].length)
     entry, tokens = answers.entries[index], answers.tokens(index).tolist()
-    seconds = 0.0
+    prompt, answer = tokens[: entry.prompt_length], tokens[entry.prompt_length :]
     for done, (name, drafter) in enumerate(drafters.items()):
         progress("live check", done, len(drafters))
-        began = time.perf_counter()
-        live = speculate(
-            target,
-            drafter,
-            tokens[: entry.prompt_length],
-            depth=config.depth,
-            max_new_tokens=answers.settings["max_new_tokens"],
-        )
-        seconds += time.perf_counter() - began
-        if list(live.tokens) != tokens[entry.prompt_length :] or live.rounds != simulations[name].rounds[index]:
+        live = speculate(target, drafter, prompt, depth=config.depth, max_new_tokens=config.live_tokens)
+        # the last live round may be cut by the shorter limit
+        whole = live.rounds if live.finish == "stop" else live.rounds[:-1]
+        if list(live.tokens) != answer[: len(live.tokens)] or whole != simulations[name].rounds[index][: len(whole)]:
             raise DriftlabError(f"{name}, prompt {entry.id!r}: the live run and replay disagree; please report this")
     progress("live check", len(drafters), len(drafters))
-    return {"prompt": entry.id, "seconds": seconds}
+    return f"prompt {entry.id}, {len(live.tokens)} tokens"
 
 
 def summarise(rows: pd.DataFrame) -> pd.DataFrame:
@@ -239,7 +271,7 @@ def describe(
     answers: Trajectory,
     lessons: Trajectory,
     config: DemoConfig,
-    live: dict[str, Any],
+    live: str,
     seconds: dict[str, float],
 ) -> list[str]:
     """Say what the numbers are, and what they are not."""
@@ -258,14 +290,9 @@ def describe(
         "drafter's own tokens.",
         f"Sink: position {answers.sinks[0]}, searched in the target over {answers.sink_report.get('searched_positions')} "
         "shared positions. The dashed SELF null is what the same keys would get at depth 1.",
-        f"Live check: prompt {live['prompt']} decoded live with all four drafters; text and accept lengths equal replay.",
+        f"Live check: {live}, decoded live with all four drafters; text and accept lengths equal replay.",
         "Time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in seconds.items()) + ".",
     ]
-
-
-def _key(config: DemoConfig, device: str) -> str:
-    text = json.dumps([dataclasses.asdict(config), device], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 class _timed:

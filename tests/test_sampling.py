@@ -202,6 +202,27 @@ def test_greedy_is_what_generate_says_for_a_left_padded_batch(family):
     assert len({tuple(text) for text in ours}) == len(prompts)
 
 
+def test_positions_count_from_each_sequences_first_real_token(varied_target, monkeypatch):
+    """F3. Rotary embedding forgives a constant shift of a whole row, so the texts alone would not tell."""
+    seen, hidden = [], varied_target.adapter.hidden
+
+    def spy(tokens, **kwargs):
+        seen.append((tokens.clone(), kwargs["attention_mask"].clone(), kwargs["positions"].clone()))
+        return hidden(tokens, **kwargs)
+
+    monkeypatch.setattr(varied_target.adapter, "hidden", spy)
+    prompts = prompts_of(2, 9, 5)
+    run(varied_target, prompts, limit=3)
+    tokens, mask, positions = seen[0]
+    for row, prompt in enumerate(prompts):
+        assert tokens[row, -len(prompt) :].tolist() == prompt
+        assert mask[row].tolist() == [0] * (9 - len(prompt)) + [1] * len(prompt)
+        assert positions[row, -len(prompt) :].tolist() == list(range(len(prompt)))
+    for step in (1, 2):
+        assert seen[step][2].tolist() == [[len(prompt) + step - 1] for prompt in prompts]
+        assert seen[step][1].sum(1).tolist() == [len(prompt) + step for prompt in prompts]
+
+
 # ---- the end
 
 
