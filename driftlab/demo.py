@@ -43,7 +43,7 @@ class DemoConfig:
 
     prompts: int = 20
     answer_tokens: int = 96
-    training_texts: int = 240
+    training_texts: int = 160
     draft_vocab: int = 6144
     intermediate_size: int = 768
     train: TrainConfig = TrainConfig(ttt=4, lr=2e-3, batch_size=2, epochs=1.0)

@@ -59,6 +59,9 @@ def run_jobs(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    _drain(reports, state)  # a worker's last report is certain to be here only once it has ended
+    total = sum(t for _, t in state)
+    progress(what, total, total)
     return [future.result() for future in futures]
 
 
