@@ -63,9 +63,7 @@ class _Row(NamedTuple):
     value: Any
 
 
-def load_prompts(
-    source: str | os.PathLike[str] | Iterable[Any], limit: int | None = None, turns: str = "first"
-) -> list[Prompt]:
+def load_prompts(source: Any, limit: int | None = None, turns: str = "first") -> list[Prompt]:
     """Read prompts; see the module's text for the accepted rows.
 
     ``source`` is a .jsonl file, a .json file that holds one list, an iterable of rows (strings, dicts, Prompts), or

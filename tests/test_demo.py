@@ -32,7 +32,7 @@ def test_demo_writes_what_it_promises_and_repeats(tmp_path):
         training_texts=12,
         draft_vocab=512,
         intermediate_size=128,
-        train=TrainConfig(ttt=2, lr=2e-3, batch_size=4, epochs=2),
+        train=TrainConfig(ttt=2, lr=2e-3, batch_size=4, epochs=2.0),
         depth=3,
         match_depth=4,
     )
