@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from driftlab.draft import Draft
+from driftlab.draft import Draft, text_digest
 from driftlab.errors import DriftlabError
 from driftlab.trajectory import Batch, Trajectory
 
@@ -63,6 +63,10 @@ def accept(draft: Draft, data: Trajectory | Batch) -> Acceptance:
     ids, lengths, prompts, finish, categories, texts = _texts(data)
     if ids != draft.ids:
         raise DriftlabError("the draft was made for other sequences than this recording's (or in another order)")
+    if draft.digests and draft.digests != tuple(text_digest(text) for text in texts):
+        raise DriftlabError(
+            "the draft was made for other texts than this recording's, though the prompts have the same names"
+        )
     longest = max(lengths)
     tokens = torch.full((len(ids), longest + draft.depth + 2), -1, dtype=torch.long)
     for index, text in enumerate(texts):

@@ -157,8 +157,8 @@ def probe(
     trajectory = Trajectory.open(recording)
     trajectory = trajectory if sink is None else trajectory.with_sinks(sink)
     frames = [
-        probe_rows(_drafter(path, trajectory, device), trajectory, path.name, depth=depth, feed=feed, recent=recent)
-        for path in _some(drafters)
+        probe_rows(_drafter(path, trajectory, device), trajectory, name, depth=depth, feed=feed, recent=recent)
+        for name, path in _named(drafters, out).items()
     ]
     rows = combine(frames, varying=MIXED)
     write_rows(out, rows, provenance({"recording": recording.name, "depth": depth, "feed": feed}))
@@ -190,8 +190,8 @@ def simulate(
 
     trajectory = Trajectory.open(recording)
     frames = [
-        replay_rows(_drafter(path, trajectory, device), trajectory, path.name, depth=depth, progress=_bar())[0]
-        for path in _some(drafters)
+        replay_rows(_drafter(path, trajectory, device), trajectory, name, depth=depth, progress=_bar())[0]
+        for name, path in _named(drafters, out).items()
     ]
     rows = combine(frames, varying=MIXED)
     write_rows(out, rows, provenance({"recording": recording.name, "depth": depth}))
@@ -245,10 +245,20 @@ def _drafter(path: Path, trajectory: Any, device: str) -> Any:
     return drafter
 
 
-def _some(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+def _named(paths: tuple[Path, ...], out: Path) -> dict[str, Path]:
+    """Give each drafter folder the shortest name, from its end, that no other has; refuse ``out`` before any work."""
     if not paths:
         raise DriftlabError("name at least one drafter folder")
-    return paths
+    if out.suffix not in (".parquet", ".csv"):
+        raise DriftlabError(f"{out}: rows are written as .parquet or .csv")
+    folders = [path.resolve() for path in paths]
+    if len(set(folders)) < len(folders):
+        raise DriftlabError("the same drafter folder is named twice")
+    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-parts:]) for folder in folders]
+        if len(set(names)) == len(names):
+            break
+    return dict(zip(names, paths, strict=True))
 
 
 def _sink_words(trajectory: Any) -> str:

@@ -196,7 +196,9 @@ def check_live(
     prompt, answer = tokens[: entry.prompt_length], tokens[entry.prompt_length :]
     for done, (name, drafter) in enumerate(drafters.items()):
         progress("live check", done, len(drafters))
-        live = speculate(target, drafter, prompt, depth=config.depth, max_new_tokens=config.live_tokens)
+        live = speculate(
+            target, drafter, prompt, depth=config.depth, max_new_tokens=min(config.live_tokens, len(answer))
+        )
         # the last live round may be cut by the shorter limit
         whole = live.rounds if live.finish == "stop" else live.rounds[:-1]
         if list(live.tokens) != answer[: len(live.tokens)] or whole != simulations[name].rounds[index][: len(whole)]:

@@ -8,6 +8,7 @@ are the same, so greedy accept lengths do not depend on the feed.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -40,6 +41,8 @@ class Draft:
     valid: Bool[Tensor, "batch start"]
     ids: tuple[str, ...]
     feed: Feed
+    digests: tuple[str, ...] = ()
+    """hash of each sequence's tokens: what the draft was made for"""
 
     @property
     def depth(self) -> int:
@@ -60,16 +63,30 @@ def unroll(drafter: Drafter, batch: Batch, depth: int, *, feed: Feed) -> Iterato
     flow through the feedback unless the caller disables them. Past the end of the text the last token is fed; such
     depths are not valid for acceptance.
     """
+    if feed not in ("text", "own"):
+        raise DriftlabError(f"feed {feed!r}: it is 'text' (the recorded text) or 'own' (the drafter's tokens)")
     starts = batch.starts
     drafter.hook_starts(starts, 0)
     state = drafter.first(batch.tokens[:, 1:], batch.aux[:, :-1], starts)
     while True:
+        check_finite(state)
         drafted = greedy_tokens(drafter, state.normed) if feed == "own" else None
         yield state, drafted
         if state.depth >= depth:
             return
         fed = text_at(batch, starts.rows + state.depth + 1) if drafted is None else drafted
         state = drafter.next(state, fed)
+
+
+def check_finite(state: DraftState) -> None:
+    """Raise DriftlabError if a state that is read is not finite: its arg max would be a token that looks like a draft."""
+    bad = (~state.normed.isfinite()).any(-1) & state.starts.valid
+    if bool(bad.any()):
+        batch, start = bad.nonzero()[0].tolist()
+        raise DriftlabError(
+            f"the draft state is not finite: sequence {state.starts.ids[batch]!r}, row {int(state.starts.rows[batch, start])}"
+            f", depth {state.depth}. Look for NaN or inf in the weights and in what hooks returned; half precision overflows"
+        )
 
 
 def text_at(batch: Batch, positions: Int[Tensor, "batch start"]) -> Int[Tensor, "batch start"]:
@@ -120,7 +137,9 @@ def all_starts(
             for state, drafted in unroll(drafter, batch, depth, feed=feed)
         ]
         starts = batch.starts
-        drafts.append(Draft(torch.stack(tokens, -1).cpu(), starts.rows.cpu(), starts.valid.cpu(), batch.ids, feed))
+        digests = tuple(text_digest(row[:n]) for row, n in zip(batch.tokens.cpu(), batch.lengths.tolist(), strict=True))
+        drafted = torch.stack(tokens, -1).cpu()
+        drafts.append(Draft(drafted, starts.rows.cpu(), starts.valid.cpu(), batch.ids, feed, digests))
         done += len(batch)
         progress("drafting", done, len(data))
     return _joined(drafts)
@@ -180,8 +199,10 @@ class Chain:
         if self._state is None:
             raise DriftlabError("extend() the chain with context rows before drafting")
         state, tokens = self._state, [greedy_tokens(self.drafter, self._state.normed)]
+        check_finite(state)
         while len(tokens) < depth:
             state = self.drafter.next(state, tokens[-1])
+            check_finite(state)
             tokens.append(greedy_tokens(self.drafter, state.normed))
         self._state = None
         return torch.cat(tokens, 1)
@@ -202,6 +223,11 @@ def chain(drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: i
     return session.draft(depth)
 
 
+def text_digest(tokens: Int[Tensor, " pos"]) -> str:
+    """Return a short hash of a text's tokens."""
+    return hashlib.sha256(tokens.long().cpu().numpy().tobytes()).hexdigest()[:16]
+
+
 def check_depth(depth: int) -> None:
     """Raise DriftlabError unless depth >= 1."""
     if depth < 1:
@@ -211,13 +237,18 @@ def check_depth(depth: int) -> None:
 def check_fits(drafter: Drafter, data: Trajectory | Batch) -> None:
     """Raise DriftlabError if the recorded states are not those that the drafter's fusion takes."""
     config = drafter.config
+    if data.aux_layers and tuple(data.aux_layers) != config.aux_layers:
+        raise DriftlabError(
+            f"the drafter reads target states {list(config.aux_layers)}, the recording holds {list(data.aux_layers)}: "
+            f"record with aux_layers={list(config.aux_layers)}"
+        )
     if isinstance(data, Trajectory):
-        if tuple(data.aux_layers) != config.aux_layers:
-            raise DriftlabError(
-                f"the drafter reads target states {list(config.aux_layers)}, the recording holds "
-                f"{list(data.aux_layers)}: record with aux_layers={list(config.aux_layers)}"
-            )
         aux, width = len(data.aux_layers), data.spec.hidden_size
+        if data.spec.vocab_size != config.vocab_size:
+            raise DriftlabError(
+                f"the drafter is for a vocabulary of {config.vocab_size} tokens, the recorded target has "
+                f"{data.spec.vocab_size}"
+            )
     else:
         aux, width = data.aux.shape[2:]
     if (aux, width) != (len(config.aux_layers), config.target_hidden_size):
@@ -241,4 +272,5 @@ def _joined(drafts: Sequence[Draft]) -> Draft:
         return torch.cat(parts)
 
     ids = tuple(name for draft in drafts for name in draft.ids)
-    return Draft(padded("tokens"), padded("rows"), padded("valid"), ids, drafts[0].feed)
+    digests = tuple(digest for draft in drafts for digest in draft.digests)
+    return Draft(padded("tokens"), padded("rows"), padded("valid"), ids, drafts[0].feed, digests)

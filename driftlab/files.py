@@ -21,16 +21,28 @@ def cache_dir() -> Path:
     """Return the cache folder: ``DRIFTLAB_CACHE`` if set, else the platform's own. It is made on first use."""
     root = os.environ.get("DRIFTLAB_CACHE")
     path = Path(root).expanduser() if root else Path(platformdirs.user_cache_dir("driftlab"))
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DriftlabError(
+            f"cannot make the cache folder {path} ({error.strerror}): set DRIFTLAB_CACHE to a folder that can be written"
+        ) from error
     return path
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file ``path`` + ``.lock`` for the block; a second process waits. Released when a process dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
+    lock = FileLock(f"{path}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise _explained(error, Path(f"{path}.lock")) from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager

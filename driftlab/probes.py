@@ -39,13 +39,20 @@ class Probe(ABC):
         self._starts: Starts | None = None
         self._sums: dict[tuple[str, int, int, int, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._stack = ExitStack()
+        self._entered = False
 
     def __enter__(self) -> Any:
+        if self._entered:
+            raise DriftlabError(
+                f"this {type(self).__name__} is in use already: make another one, or every start is counted twice"
+            )
+        self._entered = True
         self._watch("hook_starts", self._on_starts)
         self.attach()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._entered = False
         self._stack.close()
 
     @abstractmethod
@@ -123,6 +130,10 @@ class AttentionMass(Probe):
 
     def __init__(self, drafter: Drafter, *, recent: tuple[int, ...] = (8,), null_depth: int = 16) -> None:
         super().__init__(drafter)
+        if any(type(w) is not int or w < 1 for w in recent) or null_depth < 1:
+            raise DriftlabError(
+                f"recent={recent}, null_depth={null_depth}: windows are whole numbers >= 1, null_depth >= 1"
+            )
         self.recent = recent
         self.null_depth = null_depth
         self._null: dict[int, Tensor] = {}

@@ -75,6 +75,21 @@ class Simulation:
         return bootstrap_ratio(self.emitted, self.verify_rounds, samples=samples, seed=seed)
 
     @property
+    def tau_uncensored(self) -> float:
+        """tau over the rounds that start with more than K tokens left, in texts that the length limit ended.
+
+        A round near the limit is known only if it fails early, so leaving out just the cut ones lowers tau a little, most
+        for short answers, deep drafts and good drafters. Here rounds are left out by where they start, which does not.
+        """
+        emitted = rounds = 0
+        for i, complete in enumerate(self.complete):
+            stopped, first = self.acceptance.finish[i] == "stop", int(self.acceptance.rows[i, 0])
+            left = self.acceptance.remaining[i]
+            kept = [r for r in complete if stopped or int(left[r.row - first]) > self.depth]
+            emitted, rounds = emitted + sum(r.emitted for r in kept), rounds + len(kept)
+        return pooled_ratio(np.array([emitted]), np.array([rounds]))
+
+    @property
     def all_starts_mean(self) -> float:
         """1 + mean accept length over every start that has K comparable depths: not what a decoder achieves."""
         full = self.acceptance.valid[..., -1]
@@ -96,6 +111,7 @@ class Simulation:
         tau = self.tau_interval()
         pooled = {"value": tau.value, "low": tau.low, "high": tau.high, "n": int(self.verify_rounds.sum())}
         yield {"prompt": "", "quantity": "tau", **pooled}
+        yield {"prompt": "", "quantity": "tau_uncensored", "value": self.tau_uncensored, "n": pooled["n"]}
         full = int(self.acceptance.valid[..., -1].sum())
         yield {"prompt": "", "quantity": "all_starts_mean", "value": self.all_starts_mean, "n": full}
 

@@ -48,6 +48,11 @@ def speculate(target: Target, drafter: Drafter, prompt_ids: Sequence[int], *, de
         DriftlabError: an empty prompt, no token asked for, or a drafter that reads other states than the target captures.
     """
     check_depth(depth)
+    if len(prompt_ids) + max_new_tokens > target.spec.max_positions:
+        raise DriftlabError(
+            f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones are beyond the target's "
+            f"{target.spec.max_positions} positions"
+        )
     if max_new_tokens < 1:
         raise DriftlabError(f"max_new_tokens {max_new_tokens} must be at least 1: the prefill gives a token")
     if not prompt_ids:

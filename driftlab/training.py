@@ -59,6 +59,15 @@ class TrainConfig:
     save_every: int = 100
     """steps between saved states; 0: only at the end"""
 
+    def __post_init__(self) -> None:
+        counts = min(self.ttt, self.batch_size) >= 1 and self.save_every >= 0
+        if not (
+            counts and min(self.lr, self.epochs, self.clip) > 0 and 0 <= self.warmup <= 1 and 0 < self.depth_decay <= 1
+        ):
+            raise DriftlabError(
+                f"{self}: ttt and batch_size are at least 1, lr, epochs and clip above 0, warmup in 0..1, depth_decay in (0, 1]"
+            )
+
 
 def train(
     drafter: Drafter,
@@ -86,6 +95,10 @@ def train(
     """
     config, out = config or TrainConfig(), Path(out)
     check_fits(drafter, trajectory)
+    if not len(trajectory):
+        raise DriftlabError("there is no sequence to train on")
+    if (out / "trajectory.json").exists():
+        raise DriftlabError(f"{out} holds a recording: give the drafter a folder of its own")
     run = _Run(drafter, trajectory, config)
     with locked(out / "training"):
         sweep(out)
@@ -195,7 +208,8 @@ class _Run:
         metadata = file.metadata()
         if metadata["fingerprint"] != self.fingerprint:
             raise DriftlabError(
-                f"{path} is the state of another training (other settings, data or first weights): choose another folder"
+                f"{path} is the state of another training (other settings, data or first weights): choose another folder, or, "
+                "to go on with that training, build the drafter anew as it was before its first step"
             )
         for name, parameter in self.named.items():
             with torch.no_grad():

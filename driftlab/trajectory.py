@@ -129,6 +129,7 @@ class Batch:
     ids: tuple[str, ...]
     finish: tuple[str, ...]
     sinks: tuple[int, ...]
+    aux_layers: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -198,6 +199,12 @@ class Trajectory:
         values = read_json(path / "trajectory.json")
         check_version(values.get("format_version"), path / "trajectory.json")
         entries = [e for piece in range(values["pieces"]) for e in piece_entries(piece_path(path, piece), piece)]
+        foreign = [i for i in range(values["pieces"]) if not piece_is_whole(piece_path(path, i), values["fingerprint"])]
+        if foreign:
+            raise DriftlabError(
+                f"{piece_path(path, foreign[0])} belongs to another recording or another place: run the same record "
+                "command again, it makes what is missing"
+            )
         return cls(
             path=path,
             spec=TargetSpec.from_dict(values["target"]),
@@ -241,7 +248,15 @@ class Trajectory:
         return dataclasses.replace(self, entries=tuple(self.entries[i] for i in indices))
 
     def with_sinks(self, sinks: Sequence[int]) -> Trajectory:
-        """Return a view whose sink positions are ``sinks``, in place of those found in the target."""
+        """Return a view whose sink positions are ``sinks``, in place of those found in the target.
+
+        Raises DriftlabError unless they are one or more positions that every prompt has: a sink that is not there would
+        get a mass of 0, which looks like a measurement.
+        """
+        shared = min(entry.prompt_length for entry in self.entries)
+        sinks = list(sinks)
+        if not sinks or any(type(p) is not int or not 0 <= p < shared for p in sinks):
+            raise DriftlabError(f"sinks {sinks}: give one or more positions in 0..{shared - 1}, which all prompts have")
         return dataclasses.replace(self, sinks=tuple(sinks))
 
     @property
@@ -263,6 +278,7 @@ class Trajectory:
             ids=tuple(s.id for s in sequences),
             finish=tuple(s.finish for s in sequences),
             sinks=self.sinks,
+            aux_layers=self.aux_layers,
         )
 
     def batches(self, max_tokens: int = 2048) -> Iterator[Batch]:
@@ -310,6 +326,7 @@ def write_piece(path: Path, sequences: Sequence[Recorded], fingerprint: str) -> 
     metadata = {
         "driftlab_format_version": str(FORMAT_VERSION),
         "fingerprint": fingerprint,
+        "piece": path.stem,
         "sequences": json.dumps(index),
     }
     with atomic(path) as temporary:
@@ -342,7 +359,8 @@ def piece_is_whole(path: Path, fingerprint: str) -> bool:
         return False
     try:
         with _open(path) as file:
-            return file.metadata()["fingerprint"] == fingerprint
+            metadata = file.metadata()
+            return metadata["fingerprint"] == fingerprint and metadata["piece"] == path.stem
     except DriftlabError:
         return False
 
@@ -365,6 +383,7 @@ def finish_recording(
     sink: dict[str, Any],
     pieces: int,
     head: str,
+    fingerprint: str,
     provenance: dict[str, Any],
 ) -> None:
     """Write trajectory.json, which makes the recording complete."""
@@ -378,6 +397,7 @@ def finish_recording(
             "sink": sink,
             "pieces": pieces,
             "head": head,
+            "fingerprint": fingerprint,
             "provenance": provenance,
         },
     )

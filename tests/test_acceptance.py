@@ -174,3 +174,14 @@ def test_no_drafter_accepts_more_than_its_vocabulary_covers(varied_trajectory, t
             token = recorded.tokens[recorded.prompt_length + start + 1]
             assert inside[token] or not result.match[i, start, 0]
     assert int(result.valid[..., 0].sum()) == varied_trajectory.answer_tokens - len(varied_trajectory)
+
+
+def test_a_draft_for_other_texts_of_the_same_prompts_is_refused(tiny_target, make_drafter, tmp_path):
+    """Ids and first rows agree, the answers do not: tau would be of drafts against a text they were not made for."""
+    from driftlab import DriftlabError, accept, all_starts
+
+    prompts = ["hello world", "abc"]
+    greedy = tiny_target.record(prompts, max_new_tokens=12, template=False, out=tmp_path / "greedy")
+    sampled = tiny_target.record(prompts, max_new_tokens=12, template=False, temperature=1.0, out=tmp_path / "sampled")
+    with pytest.raises(DriftlabError, match="other texts"):
+        accept(all_starts(make_drafter(), sampled, 3), greedy)

@@ -99,6 +99,17 @@ def test_interrupted_work_says_how_to_go_on(monkeypatch, capsys):
     assert "same command" in capsys.readouterr().err
 
 
-def test_no_drafter_named_is_an_error():
-    with pytest.raises(DriftlabError, match="at least one"):
-        cli._some(())
+def test_drafters_get_names_that_tell_them_apart(tmp_path):
+    """Two folders called alike must not be pooled into one line."""
+    from pathlib import Path
+
+    out = Path("rows.csv")
+    assert list(cli._named((Path("runs/a"), Path("runs/b")), out)) == ["a", "b"]
+    assert list(cli._named((Path("ttt1/eagle31"), Path("ttt4/eagle31")), out)) == ["ttt1/eagle31", "ttt4/eagle31"]
+    for paths, where, message in (
+        ((), out, "at least one"),
+        ((Path("a"), Path("./a")), out, "twice"),
+        ((Path("a"),), Path("rows.txt"), "parquet or .csv"),
+    ):
+        with pytest.raises(DriftlabError, match=message):
+            cli._named(paths, where)

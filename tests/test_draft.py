@@ -402,3 +402,35 @@ def test_no_sequence_is_an_error(tiny_trajectory, make_drafter):
 
     with pytest.raises(DriftlabError, match="no sequence"):
         all_starts(make_drafter("eagle3"), tiny_trajectory.subset([]), 2)
+
+
+def test_a_feed_that_does_not_exist_is_refused(tiny_trajectory, make_drafter):
+    """It used to run as text feed, under its own name. (Here the import hook may refuse it first, by its annotation.)"""
+    from driftlab import all_starts
+
+    with pytest.raises(Exception, match="self"):
+        all_starts(make_drafter(), tiny_trajectory, 2, feed="self")
+
+
+def test_a_state_that_is_not_finite_is_no_draft(tiny_trajectory, make_drafter):
+    """Its arg max is a token, and its tau 1.0: a number that looks right."""
+    from driftlab import DriftlabError, all_starts, chain
+
+    drafter = make_drafter("eagle31")
+    with torch.no_grad():
+        drafter.norm.weight[0] = float("nan")
+    name = tiny_trajectory.entries[0].id
+    with pytest.raises(
+        DriftlabError, match=f"not finite: sequence '{name}', row {tiny_trajectory.entries[0].prompt_length - 1}"
+    ):
+        all_starts(drafter, tiny_trajectory, 2)
+    with pytest.raises(DriftlabError, match="not finite"):
+        chain(drafter, tiny_trajectory.batch([0]), [12], 2)
+
+
+def test_a_batch_of_other_layers_is_refused_too(tiny_trajectory, make_drafter):
+    from driftlab import DriftlabError, all_starts
+
+    drafter = make_drafter("eagle3", aux_layers=(0, 2, 6))
+    with pytest.raises(DriftlabError, match="reads target states"):
+        all_starts(drafter, tiny_trajectory.batch([0]), 2)

@@ -472,3 +472,16 @@ def test_a_target_with_scaled_rotary_embedding_warns(tiny_trajectory):
     scaled = dataclasses.replace(tiny_trajectory, spec=dataclasses.replace(tiny_trajectory.spec, rope_type="llama3"))
     with pytest.warns(UserWarning, match="llama3 rotary scaling"):
         variants["eagle3"].for_target(scaled)
+
+
+def test_a_switch_of_a_built_drafter_cannot_be_flipped_in_its_config(make_drafter):
+    """Half of it would take effect: feedback follows the config, the norms are modules."""
+    import dataclasses
+
+    from driftlab import DriftlabError
+
+    drafter = make_drafter("eagle3")
+    with pytest.raises(DriftlabError, match="architecture is fixed"):
+        drafter.config = dataclasses.replace(drafter.config, fc_norm=True, norm_output=True)
+    drafter.config = dataclasses.replace(drafter.config, ttt=4)
+    assert drafter.config.ttt == 4

@@ -11,7 +11,14 @@ def test_replay_rows_carry_settings_and_say_which_starts(tiny_trajectory, make_d
     assert not mixed_settings(rows, varying=("starts",))
     by_starts = rows.groupby("starts")["quantity"].unique()
     assert set(by_starts["all"]) == {"match", "all_starts_mean"}
-    assert set(by_starts["walk"]) == {"tau", "rounds", "emitted", "accept_conditional", "accept_unconditional"}
+    assert set(by_starts["walk"]) == {
+        "tau",
+        "tau_uncensored",
+        "rounds",
+        "emitted",
+        "accept_conditional",
+        "accept_unconditional",
+    }
     assert rows[rows["quantity"] == "tau"]["value"].item() == pytest.approx(simulation.tau)
     assert rows["depth_max"].unique().tolist() == [4]
     assert rows["target"].unique().tolist() == [tiny_trajectory.spec.label]

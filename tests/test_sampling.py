@@ -60,6 +60,11 @@ def test_temperature_then_top_k_then_top_p(sampling, expected):
     torch.testing.assert_close(sampling.process(LOGITS), torch.tensor([expected]).float(), rtol=1e-5, atol=1e-7)
 
 
+def test_the_nucleus_ends_where_its_mass_is_reached_exactly():
+    assert Sampling(1.0, top_p=0.5).process(torch.zeros(1, 4)).count_nonzero() == 2
+    assert Sampling(1.0, top_p=0.75).process(torch.zeros(1, 4)).count_nonzero() == 3
+
+
 @pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, 9), Sampling(0.9, 0, 0.8), Sampling(1.1, 20, 0.5)])
 def test_the_processed_distribution_is_the_one_of_transformers(sampling):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -128,6 +133,13 @@ def test_the_first_and_the_last_token_can_be_drawn_and_no_other_row_is_used():
     rows[0, 0] = rows[1, 3] = rows[2, 1] = 0.0
     for seed in range(20):
         assert choose(rows, Sampling(1.0), [generator(seed)] * 3) == [0, 3, 1]
+
+
+@pytest.mark.parametrize(("u", "expected"), [(0.0, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_what_has_no_mass_is_not_drawn_at_the_ends_either(monkeypatch, u, expected):
+    monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: torch.tensor(u, dtype=torch.float64))
+    row = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    assert choose(row, Sampling(1.0), [generator()]) == [expected]
 
 
 def test_a_row_that_is_not_finite_still_gives_a_token():

@@ -249,9 +249,10 @@ def test_records_are_rows_that_pool_to_the_pooled_numbers(varied_trajectory, tra
     assert list(rows.columns) == list(COLUMNS)
     assert set(rows["quantity"]) == {
         *("emitted", "rounds", "match", "accept_unconditional", "accept_conditional", "tau", "all_starts_mean"),
+        "tau_uncensored",
     }
     prompts = {entry.id for entry in varied_trajectory.entries}
-    assert set(rows.loc[~rows["quantity"].isin(["tau", "all_starts_mean"]), "prompt"]) == prompts
+    assert set(rows.loc[~rows["quantity"].isin(["tau", "tau_uncensored", "all_starts_mean"]), "prompt"]) == prompts
     assert rows.loc[rows["quantity"] == "emitted", "value"].sum() == simulation.emitted.sum()
     tau = rows[rows["quantity"] == "tau"].iloc[0]
     assert tau["value"] == simulation.tau
@@ -274,3 +275,25 @@ def test_categories_travel_with_the_prompts():
     records = list(simulation.records())
     assert {r.get("category", "") for r in records} == {""}
     assert {r["prompt"] for r in records} == {"p0", ""}
+
+
+def test_leaving_out_rounds_by_where_they_start_is_not_biased_by_the_length_limit():
+    """Independent acceptance 0.8, K = 8, answers of 24: leaving out only the cut rounds lowers tau (4.33 in truth)."""
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    share, depth, length, texts = 0.8, 8, 24, 1500
+    truth = (1 - share ** (depth + 1)) / (1 - share)
+    counted = {"tau": [0, 0], "uncensored": [0, 0]}
+    for _ in range(texts):
+        misses = generator.random((length, depth)) >= share
+        accepts = np.where(misses.any(1), misses.argmax(1), depth)
+        left = list(range(length - 1, -1, -1))
+        for r in walk(accepts.tolist(), left, first_row=0, stopped=False):
+            if r.end != "cut":
+                for name, counts in (("tau", True), ("uncensored", left[r.row] > depth)):
+                    counted[name][0] += r.emitted * counts
+                    counted[name][1] += counts
+    tau, uncensored = (emitted / rounds for emitted, rounds in counted.values())
+    assert tau < 0.95 * truth
+    assert uncensored == pytest.approx(truth, rel=0.02)

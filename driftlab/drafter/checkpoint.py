@@ -173,13 +173,32 @@ def _plain_config(
     for key, only in _PLAIN_FIXED.items():
         if settings.get(key, only) != only:
             raise DriftlabError(f"{where}: {key}={settings[key]!r} is not supported, only {only!r}")
+    for key in ("fc_norm", "norm_output"):
+        if not isinstance(values.get(key) or False, bool):
+            raise DriftlabError(f"{where}: {key} is {values[key]!r}, not true or false")
+    if "input_norm.weight" in tensors:
+        raise DriftlabError(
+            f"{path}: input_norm.weight is norm_before_fc, one norm over the concat; it is not supported yet"
+        )
     if "fc.weight" not in tensors:
         raise DriftlabError(f"{path}: no fc.weight among {sorted(tensors)[:8]}...: not an EAGLE-3 drafter")
     hidden = values["hidden_size"]
     target_hidden = values.get("target_hidden_size") or hidden
     vocab = values["vocab_size"]
-    states = tensors["fc.weight"].shape[1] // target_hidden
-    if values.get("num_aux_hidden_states", states) != states:
+    states, rest = divmod(tensors["fc.weight"].shape[1], target_hidden)
+    if rest:
+        raise DriftlabError(
+            f"{path}: fc.weight is {list(tensors['fc.weight'].shape)}, not a whole number of states {target_hidden} wide"
+        )
+    if (
+        tensors["fc.weight"].shape[1] == hidden + target_hidden
+        and "d2t" not in tensors
+        and "norm.weight" not in tensors
+    ):
+        raise DriftlabError(
+            f"{path}: fc takes one embedding and one state, and there is no final norm: EAGLE-1, not EAGLE-3"
+        )
+    if (values.get("num_aux_hidden_states") or states) != states:
         raise DriftlabError(
             f"{where}: num_aux_hidden_states={values['num_aux_hidden_states']}, fc.weight takes {states}"
         )
@@ -187,6 +206,13 @@ def _plain_config(
     if has_norm and not values.get("fc_norm", False):
         notes.append("fc_norm: the file has fc_norm tensors but its config does not say so; tensors win: on")
     own_head = "lm_head.weight" in tensors
+    if not own_head and "embed_tokens.weight" in tensors and (values.get("draft_vocab_size") or vocab) == vocab:
+        raise DriftlabError(
+            f"{path}: an embedding of its own but no lm_head.weight: whether the head is tied is not said"
+        )
+    for kind, have in (("embedding", "embed_tokens.weight" in tensors), ("head", own_head)):
+        if not have:
+            notes.append(f"{kind}: none in the file, the target's is used")
     draft_vocab = values.get("draft_vocab_size") or vocab
     if not own_head and draft_vocab < vocab:
         raise DriftlabError(f"{path}: no lm_head.weight, and a head for {draft_vocab} of {vocab} tokens cannot be lent")
@@ -224,16 +250,23 @@ def _plain_aux_layers(values: dict[str, Any], count: int, where: str, notes: lis
 
 
 def _plain_rope(values: dict[str, Any], where: str, notes: list[str]) -> float:
-    parameters = values.get("rope_parameters") or {}
-    scaling = values.get("rope_scaling") or parameters
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        raise DriftlabError(f"{where}: rope type {kind!r} is not supported, only 'default'")
-    theta = values.get("rope_theta") or parameters.get("rope_theta")
-    if theta is None:
+    thetas = {"rope_theta": values.get("rope_theta")}
+    for name in ("rope_parameters", "rope_scaling"):
+        block = dict(values.get(name) or {})
+        thetas[f"{name}.rope_theta"] = block.pop("rope_theta", None)
+        kinds = {block.pop("rope_type", "default"), block.pop("type", "default")}
+        if kinds != {"default"}:
+            kind = sorted(kinds - {"default"})[0]
+            raise DriftlabError(f"{where}: rope type {kind!r} is not supported, only 'default' ({name})")
+        if any(value is not None for value in block.values()):
+            raise DriftlabError(f"{where}: {name} sets {sorted(block)}, which plain rotary embedding does not have")
+    said = {name: float(theta) for name, theta in thetas.items() if theta is not None}
+    if not said:
         notes.append("rope_theta: absent, 10000 assumed, as every engine does")
         return 10000.0
-    return float(theta)
+    if len(set(said.values())) > 1:
+        raise DriftlabError(f"{where}: contradicting rotary bases {said}")
+    return next(iter(said.values()))
 
 
 def _assign(drafter: Drafter, tensors: dict[str, Tensor], path: Path) -> None:
@@ -274,9 +307,10 @@ def _draft_vocab(tensors: dict[str, Tensor], config: DrafterConfig, path: Path) 
             f"{path}: d2t holds no valid offsets (target id = draft id + d2t[draft id] must ascend within "
             f"0..{config.vocab_size - 1}; here it runs from {int(ids[0])} to {int(ids[-1])})"
         )
-    if "t2d" not in tensors and torch.equal(2 * d2t, ids) and len(ids) > 1:
+    if "t2d" not in tensors and len(d2t) > 1 and bool((d2t.diff() > 0).all()):
         raise DriftlabError(
-            f"{path}: d2t is 0, 1, 2, ...: offsets are wanted (verl-SpeCo#67), and no t2d says otherwise"
+            f"{path}: d2t ascends strictly, as a list of target ids does (verl-SpeCo#67); as offsets it would leave out every "
+            "second token or more, and no t2d says that this is meant. Offsets are wanted: target id - draft id"
         )
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
     t2d[ids] = True

@@ -11,6 +11,7 @@ r"""The EAGLE-3 drafter with the two switches of EAGLE 3.1, each a module substi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ class Drafter(HookedModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.config = config
+        self._config = config
         self.notes: list[str] = []
         head = None if target is None else target.head
         _check_fits(config, head)
@@ -117,6 +118,21 @@ class Drafter(HookedModule):
         self._initialise(seed)
         self.name_hook_points()
 
+    @property
+    def config(self) -> DrafterConfig:
+        """What the drafter was built from. A switch is a module, so it cannot be flipped here: build another drafter."""
+        return self._config
+
+    @config.setter
+    def config(self, config: DrafterConfig) -> None:
+        notes_only = dataclasses.replace(config, ttt=self._config.ttt, trained_length=self._config.trained_length)
+        if notes_only != self._config:
+            raise DriftlabError(
+                "a built drafter's architecture is fixed: make another with Drafter(dataclasses.replace(config, ...), target) "
+                "and load_state_dict what they share"
+            )
+        self._config = config
+
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -125,11 +141,11 @@ class Drafter(HookedModule):
                     module.weight.normal_(0, 0.02, generator=generator)
 
     @classmethod
-    def load(cls, path: str | Path, target: Any = None) -> Drafter:
+    def load(cls, path: str | Path, target: Any = None, *, aux_layers: Sequence[int] | None = None) -> Drafter:
         """Load a checkpoint folder; see :func:`driftlab.drafter.checkpoint.load`."""
         from driftlab.drafter.checkpoint import load
 
-        return load(path, target)
+        return load(path, target, aux_layers=None if aux_layers is None else tuple(aux_layers))
 
     def save(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Save as a checkpoint folder; see :func:`driftlab.drafter.checkpoint.save`."""

@@ -142,6 +142,10 @@ class Target:
         """
         if max_new_tokens < 1 or piece_size < 1:
             raise DriftlabError(f"max_new_tokens {max_new_tokens} and piece_size {piece_size} must be at least 1")
+        if store_dtype is not None and not store_dtype.is_floating_point:
+            raise DriftlabError(f"store_dtype {store_dtype}: hidden states are stored in a floating-point type")
+        if isinstance(answers, str):
+            raise DriftlabError("answers is one string: give a list with one answer per prompt")
         loaded = load_prompts(prompts)
         prompt_ids = [tuple(encode(p, self.tokenizer, template=template, system=system)) for p in loaded]
         answer_ids = None if answers is None else self._encode_answers(answers, loaded, max_new_tokens)

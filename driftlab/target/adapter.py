@@ -32,6 +32,9 @@ from driftlab.trajectory import TargetHead, TargetSpec
 _CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 _MASS_ATTENTION = "driftlab_mass"
 _QUERY_BLOCK = 256
+_CHECKSUM_BLOCK = 1 << 22
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NOT_OF_THE_MODEL = {"architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
 def load_pretrained(
@@ -85,7 +88,8 @@ def load_pretrained(
 
 def _refuse_drafter(folder: Path) -> None:
     config = folder / "config.json"
-    if config.is_file() and "draft_vocab_size" in config.read_text(encoding="utf-8", errors="replace"):
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    if any(mark in text for mark in ('"draft_vocab_size"', '"eagle_config"', "Eagle3")):
         raise DriftlabError(
             f"{folder} is an EAGLE-3 draft (its q_proj takes 2H inputs), not a target: use Drafter.load"
         )
@@ -155,7 +159,7 @@ class Adapter:
         return TargetSpec(
             name=name,
             label=label,
-            fingerprint=self._fingerprint(),
+            fingerprint=self._fingerprint(eos_ids),
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -170,14 +174,19 @@ class Adapter:
             eos_ids=eos_ids,
         )
 
-    def _fingerprint(self) -> str:
-        """Hash of every parameter's name, shape, type and a few of its values: cheap, and the same on any device."""
-        digest = hashlib.sha256()
+    def _fingerprint(self, eos_ids: tuple[int, ...]) -> str:
+        """Hash of every weight, of the configuration and of what ends a text: whatever changes a recording changes it."""
+        config = self.config.to_dict()
+        settings = {key: config[key] for key in sorted(config) if key not in _NOT_OF_THE_MODEL and key[0] != "_"}
+        digest = hashlib.sha256(f"{settings} {eos_ids}".encode())
         for name, parameter in sorted(self.model.named_parameters()):
-            flat = parameter.detach().flatten()
-            ends = torch.cat([flat[:16], flat[-16:]]).double().cpu()
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + ends.numpy().tobytes())
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {checksum(parameter)}".encode())
         return digest.hexdigest()
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody's forward hooks sit on the model: they change what it does without changing its weights."""
+        return any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules())
 
     @contextmanager
     def capturing(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -265,6 +274,18 @@ class Adapter:
 def allow_crop(cache: DynamicCache) -> None:
     """Let sliding-window layers keep what a crop takes back (transformers#47447). After the prefill: it costs memory."""
     cache.activate_past_recording()
+
+
+def checksum(tensor: Tensor) -> tuple[int, int]:
+    """Return two sums over a tensor's bits, plain and weighted by place: integers, so the same on any device."""
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    plain = weighted = 0
+    for first in range(0, len(bits), _CHECKSUM_BLOCK):
+        block = bits[first : first + _CHECKSUM_BLOCK].long()
+        place = torch.arange(len(block), device=block.device) % 65521 + 1
+        plain += int(block.sum())
+        weighted = (weighted * 31 + int((block * place).sum())) % (1 << 61)
+    return plain, weighted
 
 
 def crop(cache: DynamicCache, remove: int) -> None:

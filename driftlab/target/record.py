@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from driftlab.target.sampling import Sampling, continue_prompts, streams
 from driftlab.trajectory import (
     FORMAT_VERSION,
     Recorded,
+    TargetHead,
     TargetSpec,
     Trajectory,
     finish_recording,
@@ -89,6 +91,14 @@ def run(
 ) -> Trajectory:
     """Do the job, or what is left of it, and open the result."""
     folder = out or cache_dir() / "recordings" / job.fingerprint[:16]
+    if _is_done(folder, job):
+        return Trajectory.open(folder)
+    if adapter.hooked:
+        warnings.warn(
+            "the target has forward hooks: they change what is recorded but not the recording's name, so give it an out= "
+            "folder of its own",
+            stacklevel=3,
+        )
     with locked(folder):
         sweep(folder)
         _claim(folder, job, piece_size)
@@ -107,9 +117,22 @@ def run(
                 sink=_sink(adapter, tokenizer, folder, len(pieces)),
                 pieces=len(pieces),
                 head=_head_name(job),
+                fingerprint=job.fingerprint,
                 provenance=provenance(job.settings),
             )
     return Trajectory.open(folder)
+
+
+def _is_done(folder: Path, job: Job) -> bool:
+    """Whether ``folder`` holds this very recording, whole; then nothing is written, not even a lock."""
+    if not (folder / "trajectory.json").is_file() or not (folder / "recording.json").is_file():
+        return False
+    if read_json(folder / "recording.json").get("fingerprint") != job.fingerprint:
+        return False
+    try:
+        return len(Trajectory.open(folder)) == len(job.prompts) and _head_is_whole(folder.parent / _head_name(job))
+    except DriftlabError:
+        return False
 
 
 def _claim(folder: Path, job: Job, piece_size: int) -> None:
@@ -141,8 +164,16 @@ def _head_name(job: Job) -> str:
 
 def _write_head(adapter: Adapter, job: Job, folder: Path) -> None:
     path = folder.parent / _head_name(job)
-    if not path.is_file():
+    if not _head_is_whole(path):
         adapter.head().save(path)
+
+
+def _head_is_whole(path: Path) -> bool:
+    try:
+        TargetHead.load(path)
+    except DriftlabError:
+        return False
+    return True
 
 
 def _record_pieces(
