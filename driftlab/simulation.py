@@ -104,7 +104,8 @@ class Simulation:
             yield {**key, "quantity": "emitted", "value": int(self.emitted[i]), "n": len(rounds)}
             yield {**key, "quantity": "rounds", "value": len(rounds), "n": 1}
             for k in range(1, self.depth + 1):
-                reached = sum(r.accepted >= k - 1 for r in rounds)
+                # after an accepted EOS nothing is compared: such a round has neither passed nor failed the next depth
+                reached = sum(r.accepted >= k - (r.end != "eos") for r in rounds)
                 passed = sum(r.accepted >= k for r in rounds)
                 yield {**key, "depth": k, "quantity": "accept_unconditional", **share(passed, len(rounds))}
                 yield {**key, "depth": k, "quantity": "accept_conditional", **share(passed, reached)}

@@ -213,6 +213,14 @@ def test_stopped_at_any_report_it_goes_on_to_the_same_bits(whole, varied_target,
     assert stopped >= 7  # at the beginning, and at least twice for each of three pieces
 
 
+def test_it_goes_on_with_the_piece_size_it_began_with(whole, varied_target, tmp_path):
+    with pytest.raises(Stop):
+        record(varied_target, tmp_path / "r", temperature=1.0, progress=stop_at(4))
+    assert 0 < len(list((tmp_path / "r").glob("piece-*"))) < 3
+    record(varied_target, tmp_path / "r", temperature=1.0, piece_size=4)
+    assert files(tmp_path / "r") == files(whole.path)
+
+
 def test_killed_at_any_piece_it_goes_on_to_the_same_bits(tmp_path):
     """kill -9, in processes of their own; the model comes from a folder, as it would after a crash."""
     tiny_model("Llama").save_pretrained(tmp_path / "model")

@@ -297,3 +297,14 @@ def test_leaving_out_rounds_by_where_they_start_is_not_biased_by_the_length_limi
     tau, uncensored = (emitted / rounds for emitted, rounds in counted.values())
     assert tau < 0.95 * truth
     assert uncensored == pytest.approx(truth, rel=0.02)
+
+
+def test_a_round_that_an_accepted_eos_ends_is_not_a_rejection_at_the_next_depth():
+    (only,) = walk([2], [2], first_row=0, stopped=True)
+    assert (only.end, only.accepted) == ("eos", 2)
+    simulation = simulate(acceptance_of(text_with_rounds(1), depth=2))
+    eos = type(simulation)(((Round(0, 1, 1, "eos"), Round(0, 2, 3, "bonus")),), simulation.acceptance)
+    rows = {(r["quantity"], r.get("depth")): (r["value"], r["n"]) for r in eos.records()}
+    assert rows["accept_conditional", 1] == (1.0, 2)
+    assert rows["accept_conditional", 2] == (1.0, 1)
+    assert rows["accept_unconditional", 2] == (0.5, 2)
