@@ -28,6 +28,7 @@ def draw() -> Figure:
             ax.plot(rows["depth"], rows["value"], label=variant, **look)
             ax.fill_between(rows["depth"], rows["low"], rows["high"], color=look["color"], alpha=0.12, linewidth=0)
         ax.set(xlabel="draft depth", ylabel=label)
+        ax.xaxis.get_major_locator().set_params(integer=True)
     figure.axes[1].set_yscale("log")
     figure.axes[0].legend(frameon=False)
     return figure
