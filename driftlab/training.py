@@ -1,9 +1,9 @@
 r"""Train a drafter by train-time test: unroll it over the recorded text and learn the target's distribution at each depth.
 
-    loss = sum_k w_k * mean over rows of  - sum_x p_{t+k}(x) ln q_{t,k}(x),       w_k = decay^(k-1)
+    loss = sum_k w_k * (sum over rows of loss_{t,k}) / n_k,       w_k = decay^(k-1)
 
-p is the target's distribution over its whole vocabulary, summed over the draft vocabulary: what the drafter cannot
-propose carries no gradient. Row t counts at depth k iff t >= P - 1 and token t + k + 1 exists. The feedback of one depth
+with one of the losses of :mod:`driftlab.losses` and n_k the rows that count at depth k in the whole optimiser step, however
+it is cut into micro-batches. Row t counts at depth k iff t >= P - 1 and token t + k + 1 exists. The feedback of one depth
 is the input of the next, gradients included (EAGLE-3, arXiv 2503.01840, section 3).
 """
 
@@ -13,29 +13,34 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from driftlab.draft import check_fits, text_at, unroll
+from driftlab.acceptance import accept
+from driftlab.draft import all_starts, check_fits, text_at, unroll
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic, locked, sort_metadata, sweep, write_text
+from driftlab.losses import LOSSES, TargetDistribution, draft_loss
 from driftlab.progress import Progress, silent
+from driftlab.simulation import simulate
 from driftlab.trajectory import Batch, Trajectory
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+HELD_OUT_DEPTH = 8
+"""K of the tau by which checkpoints are compared"""
 _STATE = "train_state.safetensors"
+_BEST = "train_best.safetensors"
 _BUCKET = 8
-_BLOCK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +49,15 @@ class TrainConfig:
 
     ttt: int = 4
     """depths unrolled in training"""
+    loss: str = "soft_ce"
+    """soft_ce, kl, alpha or lambda: see :mod:`driftlab.losses`"""
+    eta: float = 3.0
+    """of the lambda loss"""
     lr: float = 1e-3
     batch_size: int = 8
-    """sequences a step"""
+    """sequences a micro-batch"""
+    accumulate: int = 1
+    """micro-batches an optimiser step"""
     epochs: float = 1.0
     warmup: float = 0.05
     """share of the steps over which the rate rises; a cosine to a tenth follows"""
@@ -54,19 +65,40 @@ class TrainConfig:
     """on matrices, not on gains"""
     clip: float = 1.0
     depth_decay: float = 0.8
+    negatives: int = 0
+    """0: exact sums over the draft vocabulary. Else an estimate from all columns that carry probability and a sample of so
+    many of the rest: several times faster for large vocabularies"""
+    stride: int = 1
+    """beyond depth 1 one start in so many is unrolled, others each step: neighbours teach much the same"""
+    autocast: str = "auto"
+    """auto, bfloat16 or none. auto: bfloat16 where the device multiplies it faster than float32"""
     seed: int = 0
     """of the order of the data"""
     save_every: int = 100
     """steps between saved states; 0: only at the end"""
+    evaluate_every: int = 0
+    """steps between measurements on held-out text; 0: an eighth of the steps"""
+    log_every: int = 20
+    """steps that a row of the log is the mean of"""
 
     def __post_init__(self) -> None:
-        counts = min(self.ttt, self.batch_size) >= 1 and self.save_every >= 0
+        counts = min(self.ttt, self.batch_size, self.accumulate, self.log_every, self.stride) >= 1
+        counts = counts and min(self.save_every, self.evaluate_every, self.negatives) >= 0
         if not (
-            counts and min(self.lr, self.epochs, self.clip) > 0 and 0 <= self.warmup <= 1 and 0 < self.depth_decay <= 1
+            counts
+            and min(self.lr, self.epochs, self.clip) > 0
+            and min(self.weight_decay, self.eta) >= 0
+            and 0 <= self.warmup <= 1
+            and 0 < self.depth_decay <= 1
         ):
             raise DriftlabError(
-                f"{self}: ttt and batch_size are at least 1, lr, epochs and clip above 0, warmup in 0..1, depth_decay in (0, 1]"
+                f"{self}: ttt, batch_size, accumulate, stride and log_every are at least 1, lr, epochs and clip above 0, "
+                "warmup in 0..1, depth_decay in (0, 1], all else not negative"
             )
+        if self.loss not in LOSSES:
+            raise DriftlabError(f"loss {self.loss!r}: choose from {', '.join(LOSSES)}")
+        if self.autocast not in ("auto", "bfloat16", "none"):
+            raise DriftlabError(f"autocast {self.autocast!r}: choose from auto, bfloat16, none")
 
 
 def train(
@@ -75,18 +107,21 @@ def train(
     config: TrainConfig | None = None,
     *,
     out: str | Path,
+    held_out: Trajectory | None = None,
     stop_after: int | None = None,
     progress: Progress = silent,
 ) -> Drafter:
     """Train ``drafter`` in place on a recording, save it to ``out`` and return it.
 
-    Stopped at any moment, the same call goes on from the last saved state and ends with the same bits.
+    Stopped at any moment, the same call goes on from the last saved state and ends with the same bits. With ``held_out``
+    the weights kept are those with the largest tau there (training loss overstates what a longer training is worth).
 
     Args:
         drafter: on the device to train on.
         trajectory: the recording; its head gives the target's distribution.
         config: see :class:`TrainConfig`.
         out: folder for config.json, model.safetensors, train_log.csv, and the state while training.
+        held_out: sequences of the same source, not trained on (see :func:`split`), measured at intervals.
         stop_after: stop (and save the state) after so many steps in all; for tests and time limits.
         progress: called with ("training <out's name>", steps done, steps).
 
@@ -94,42 +129,54 @@ def train(
         DriftlabError: drafter and recording do not fit, a loss that is not finite, or a state of another training.
     """
     config, out = config or TrainConfig(), Path(out)
-    check_fits(drafter, trajectory)
-    if not len(trajectory):
-        raise DriftlabError("there is no sequence to train on")
+    for data in (trajectory, *([] if held_out is None else [held_out])):
+        check_fits(drafter, data)
+    if not len(trajectory) or (held_out is not None and not len(held_out)):
+        raise DriftlabError("there is no sequence to train on, or none held out")
     if (out / "trajectory.json").exists():
         raise DriftlabError(f"{out} holds a recording: give the drafter a folder of its own")
-    run = _Run(drafter, trajectory, config)
+    run = _Run(drafter, trajectory, config, held_out)
     with locked(out / "training"):
         sweep(out)
-        step, log = run.resume(out)
+        step = run.resume(out)
         name = f"training {out.name}"
         progress(name, step, run.steps)
         while step < (run.steps if stop_after is None else min(run.steps, stop_after)):
-            log.append({"step": step, **run.step(step)})
+            run.step(step)
             step += 1
+            if step % run.evaluate_every == 0 or step == run.steps:
+                run.evaluate(step, out)
             progress(name, step, run.steps)
             if config.save_every and step % config.save_every == 0:
-                run.save_state(out, step, log)
+                run.save_state(out, step)
         if step < run.steps:
             if step:
-                run.save_state(out, step, log)
+                run.save_state(out, step)
             return drafter
         longest = max(entry.length for entry in trajectory.entries)
         drafter.config = dataclasses.replace(drafter.config, ttt=config.ttt, trained_length=longest)
-        write_text(out / "train_log.csv", pd.DataFrame(log).to_csv(index=False))
+        write_text(out / "train_log.csv", pd.DataFrame(run.log).to_csv(index=False, float_format="%.6g"))
+        run.save_state(out, step)
+        run.restore_best(out)
         drafter.save(out)
-        run.save_state(out, step, log)
     return drafter
 
 
 class _Run:
     """The training loop's moving parts."""
 
-    def __init__(self, drafter: Drafter, trajectory: Trajectory, config: TrainConfig) -> None:
-        self.drafter, self.trajectory, self.config = drafter, trajectory, config
+    def __init__(
+        self, drafter: Drafter, trajectory: Trajectory, config: TrainConfig, held_out: Trajectory | None
+    ) -> None:
+        self.drafter, self.trajectory, self.config, self.held_out = drafter, trajectory, config, held_out
         self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-        self.head_rows = trajectory.head.lm_head[drafter.draft_vocab.cpu()].to(self.device, self.dtype)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.head_rows = trajectory.head.lm_head[drafter.draft_vocab.cpu()].to(self.device, wide)
+        self.autocast = uses_bfloat16(self.device) if config.autocast == "auto" else config.autocast == "bfloat16"
+        self.log: list[dict[str, int | float]] = []
+        self._recent: list[dict[str, float]] = []
+        self._order: tuple[int, list[list[list[int]]]] | None = None
+        self.best_tau = -math.inf
         self.named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
         matrices = [p for p in self.named.values() if p.ndim > 1]
         gains = [p for p in self.named.values() if p.ndim == 1]
@@ -137,13 +184,15 @@ class _Run:
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}],
             lr=config.lr,
             betas=(0.9, 0.95),
+            fused=True,
         )
         self.per_epoch = len(self.order(0))
         self.steps = max(1, round(config.epochs * self.per_epoch))
+        self.evaluate_every = config.evaluate_every or max(1, math.ceil(self.steps / 8))
         self.fingerprint = self._fingerprint()
 
-    def order(self, epoch: int) -> list[list[int]]:
-        """Return the batches of an epoch: sequences of like length together, in an order fixed by the seed."""
+    def order(self, epoch: int) -> list[list[list[int]]]:
+        """Return the micro-batches of every step of an epoch: sequences of like length together, in an order of the seed."""
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
         lengths = [entry.length for entry in self.trajectory.entries]
         shuffled = torch.randperm(len(lengths), generator=generator).tolist()
@@ -151,56 +200,115 @@ class _Run:
         for bucket in (shuffled[i : i + _BUCKET * size] for i in range(0, len(shuffled), _BUCKET * size)):
             bucket.sort(key=lambda index: lengths[index])
             batches += [bucket[i : i + size] for i in range(0, len(bucket), size)]
-        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+        mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+        return [mixed[i : i + self.config.accumulate] for i in range(0, len(mixed), self.config.accumulate)]
 
-    def step(self, step: int) -> dict[str, float]:
-        """One optimiser step; return what is logged."""
+    def step(self, step: int) -> None:
+        """One optimiser step, and a row of the log at intervals."""
         epoch, place = divmod(step, self.per_epoch)
-        batch = self.trajectory.batch(self.order(epoch)[place]).to(self.device, self.dtype)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self.order(epoch))
+        groups = self._order[1][place]
+        offset = step % self.config.stride
+        counts = self.counts([index for group in groups for index in group], offset)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * schedule(step, self.steps, self.config.warmup)
-        loss, logged = batch_loss(self.drafter, batch, self.head_rows, self.config)
-        if not math.isfinite(float(loss.detach())):
-            raise DriftlabError(
-                f"the loss at step {step} is {float(loss.detach())}: lower lr ({self.config.lr}); the last saved state is kept"
-            )
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        logged: dict[str, float] = defaultdict(float)
+        for number, indices in enumerate(groups):
+            batch = self.trajectory.batch(indices).to(self.device, self.dtype)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+                loss, parts = batch_loss(
+                    self.drafter,
+                    batch,
+                    self.head_rows,
+                    self.config,
+                    counts=counts,
+                    offset=offset,
+                    seed=step * 1009 + number,
+                )
+            if not math.isfinite(float(loss.detach())):
+                raise DriftlabError(
+                    f"the loss at step {step} is {float(loss.detach())}: lower lr ({self.config.lr}); the last saved state is "
+                    "kept"
+                )
+            loss.backward()
+            logged["loss"] += float(loss.detach())
+            for name, value in parts.items():
+                logged[name] += value
         norm = torch.nn.utils.clip_grad_norm_(list(self.named.values()), self.config.clip)
         self.optimizer.step()
-        return {"loss": float(loss.detach()), "grad_norm": float(norm), **logged}
+        self._recent.append({"grad_norm": float(norm), **logged})
+        if (step + 1) % self.config.log_every == 0 or step + 1 == self.steps:
+            means = pd.DataFrame(self._recent).mean().to_dict()
+            self.log.append({"step": step + 1, "lr": self.optimizer.param_groups[0]["lr"], **means})
+            self._recent = []
+
+    def counts(self, indices: Sequence[int], offset: int) -> list[int]:
+        """n_k of some sequences, by depth: T - P - k rows of each have a token to predict; deeper, every stride-th."""
+        answers = [self.trajectory.entries[i].length - self.trajectory.entries[i].prompt_length for i in indices]
+        first, stride = sum(max(0, length - 1) for length in answers), self.config.stride
+        return [first] + [
+            sum(len(range(offset, length - k, stride)) for length in answers) for k in range(2, self.config.ttt + 1)
+        ]
+
+    def evaluate(self, step: int, out: Path) -> None:
+        """Measure tau and match on held-out text, exactly; keep the weights if all earlier ones had a smaller tau."""
+        if self.held_out is None:
+            return
+        measured = held_out_numbers(self.drafter, self.held_out)
+        self.log.append({"step": step, **measured})
+        if measured["held_out_tau"] > self.best_tau:
+            self.best_tau = measured["held_out_tau"]
+            tensors = {name: p.detach().cpu().contiguous() for name, p in self.named.items()}
+            metadata = {"step": str(step), "tau": repr(self.best_tau), "fingerprint": self.fingerprint}
+            with atomic(out / _BEST) as temporary:
+                save_file(tensors, temporary, metadata=metadata)
+                sort_metadata(temporary)
+
+    def restore_best(self, out: Path) -> None:
+        """Load the weights with the largest held-out tau."""
+        if self.best_tau == -math.inf:  # nothing held out, or too short for a round: a file there is another training's
+            return
+        if not (out / _BEST).is_file():
+            raise DriftlabError(f"{out / _BEST} is gone: remove {out / _STATE} too, to train from the start")
+        with torch.no_grad():
+            for name, value in load_file(out / _BEST).items():
+                self.named[name].copy_(value)
 
     def _fingerprint(self) -> str:
         """Hash of what a saved state must have been made with to be continued. Before the first step."""
         content = {
             "version": STATE_VERSION,
             "config": {k: v for k, v in dataclasses.asdict(self.config).items() if k != "save_every"},
+            "autocast": self.autocast,
+            "held_out": None if self.held_out is None else _texts(self.held_out),
             "drafter": {k: v for k, v in self.drafter.config.to_dict().items() if k not in ("ttt", "trained_length")},
             "initial": _digest(self.drafter.state_dict()),
-            "data": [(e.id, e.length, e.prompt_length) for e in self.trajectory.entries],
-            "texts": _digest({str(i): self.trajectory.tokens(i) for i in range(len(self.trajectory))}),
+            "data": _texts(self.trajectory),
             "recorded": self.trajectory.settings,
             "target": self.trajectory.spec.fingerprint,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def save_state(self, out: Path, step: int, log: list[dict[str, int | float]]) -> None:
+    def save_state(self, out: Path, step: int) -> None:
         """Write weights, optimiser moments and the log, whole or not at all."""
         tensors = {}
         for name, parameter in self.named.items():
             tensors[f"weight.{name}"] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"{key}.{name}"] = value
-        metadata = {"step": str(step), "fingerprint": self.fingerprint, "log": json.dumps(log)}
+        log = json.dumps([self.log, self._recent])
+        metadata = {"step": str(step), "fingerprint": self.fingerprint, "log": log}
         with atomic(out / _STATE) as temporary:
             save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, temporary, metadata=metadata)
             sort_metadata(temporary)
 
-    def resume(self, out: Path) -> tuple[int, list[dict[str, int | float]]]:
-        """Restore the last state if there is one; return (steps done, log)."""
+    def resume(self, out: Path) -> int:
+        """Restore the last state if there is one; return the steps done."""
         path = out / _STATE
         if not path.is_file():
-            return 0, []
+            return 0
         try:
             file = safe_open(path, framework="pt")
         except SafetensorError as error:
@@ -218,80 +326,101 @@ class _Run:
             self.optimizer.state[parameter] = {
                 key: value if key == "step" else value.to(parameter) for key, value in moments.items()
             }
-        return int(metadata["step"]), json.loads(metadata["log"])
+        self.log, self._recent = json.loads(metadata["log"])
+        taus = [row["held_out_tau"] for row in self.log if "held_out_tau" in row]
+        self.best_tau = max((tau for tau in taus if not math.isnan(tau)), default=-math.inf)
+        return int(metadata["step"])
 
 
 def batch_loss(
-    drafter: Drafter, batch: Batch, head_rows: Float[Tensor, "draft_vocab d_target"], config: TrainConfig
+    drafter: Drafter,
+    batch: Batch,
+    head_rows: Float[Tensor, "draft_vocab d_target"],
+    config: TrainConfig,
+    *,
+    counts: Sequence[int] | None = None,
+    offset: int = 0,
+    seed: int = 0,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the weighted loss of a batch and, by depth, the mean loss and top-1 match with the text.
+    """Return the weighted loss of a batch and, by depth, its mean loss, acceptance rate (for losses that form it) and match.
 
-    The target's probabilities are computed once per batch; depth k reads them k rows further on.
+    ``counts``: n_k, the rows that the means are over; default those of this batch. ``offset``: first start of the stride.
+    ``seed``: of the sampled columns. The target's probabilities are computed once per batch; depth k reads them k rows
+    further on. The match is left out where columns are sampled: an arg max over some of them would flatter it.
     """
     starts = batch.starts
-    p, index = target_probabilities(batch, head_rows)
+    answer, index = answer_rows(batch)
+    with torch.no_grad():
+        target = TargetDistribution.of(
+            batch.last_hidden[answer], batch.lse[answer], head_rows, negatives=config.negatives, seed=seed
+        )
     total: Tensor | float = 0.0
     logged: dict[str, float] = {}
-    for state, _ in unroll(drafter, batch, config.ttt, feed="text"):
+    deeper = None
+    if config.stride > 1:
+        deeper = torch.arange(min(offset, starts.rows.shape[1] - 1), starts.rows.shape[1], config.stride)
+        deeper = deeper.to(starts.rows.device)
+    for state, _ in unroll(drafter, batch, config.ttt, feed="text", deeper=deeper):
+        starts = state.starts
         position = starts.rows + state.depth
-        counts = starts.valid & (position + 1 < batch.lengths[:, None])
-        rows = index.gather(1, position.minimum(batch.lengths[:, None] - 2))[counts]
-        loss, best = SoftCrossEntropy.apply(state.normed[counts], drafter.lm_head.weight, p, rows)
-        mean = loss / max(len(rows), 1)
-        total = total + config.depth_decay ** (state.depth - 1) * mean
-        hit = drafter.to_target(best) == text_at(batch, position + 1)[counts]
-        logged[f"loss_{state.depth}"] = float(mean.detach())
-        logged[f"match_{state.depth}"] = float(hit.float().mean()) if len(rows) else float("nan")
+        counting = starts.valid & (position + 1 < batch.lengths[:, None])
+        rows = index.gather(1, position.minimum(batch.lengths[:, None] - 2))[counting]
+        loss, accepted, best = draft_loss(
+            state.normed[counting], drafter.lm_head.weight, target, rows, loss=config.loss, eta=config.eta
+        )
+        n = max(len(rows) if counts is None else counts[state.depth - 1], 1)
+        total = total + config.depth_decay ** (state.depth - 1) * loss / n
+        logged[f"loss_{state.depth}"] = float(loss.detach()) / n
+        if config.loss in ("alpha", "lambda"):
+            logged[f"alpha_{state.depth}"] = float(accepted) / n
+        if target.columns is None:
+            hit = drafter.to_target(best) == text_at(batch, position + 1)[counting]
+            logged[f"match_{state.depth}"] = float(hit.sum()) / n
     return total, logged
 
 
-@torch.no_grad()
-def target_probabilities(
-    batch: Batch, head_rows: Float[Tensor, "draft_vocab d_target"]
-) -> tuple[Float[Tensor, "answer_row draft_vocab"], Int[Tensor, "batch pos"]]:
-    """Return p over the draft vocabulary at every answer row P - 1..T - 2, and the index [batch pos] into them.
-
-    p(x) = exp(logit_x - lse) with the recorded log-sum-exp over the whole vocabulary, so a row sums to its coverage.
-    """
+def answer_rows(batch: Batch) -> tuple[Tensor, Int[Tensor, "batch pos"]]:
+    """Return where a batch's answer rows P - 1..T - 2 are, [batch pos], and their numbers in that order."""
     position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     answer = (position >= batch.prompt_lengths[:, None] - 1) & (position <= batch.lengths[:, None] - 2)
-    index = (answer.flatten().cumsum(0) - 1).view(answer.shape).clamp(min=0)
-    logits = batch.last_hidden[answer] @ head_rows.T
-    return (logits.float() - batch.lse[answer][:, None]).exp(), index
+    return answer, (answer.flatten().cumsum(0) - 1).view(answer.shape).clamp(min=0)
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """sum_i ( m_i lse(z_i) - p_i . z_i ), z = h W^T, m_i = sum_x p_i(x); also arg max z.
+def held_out_numbers(drafter: Drafter, held_out: Trajectory, depth: int = HELD_OUT_DEPTH) -> dict[str, float]:
+    """Replay a drafter on held-out text: tau at K = ``depth``, and the text-fed match at depths 1, 2, 4, ... up to it."""
+    acceptance = accept(all_starts(drafter, held_out, depth), held_out)
+    hits, of = acceptance.match.sum((0, 1)), acceptance.valid.sum((0, 1))
+    numbers = {"held_out_tau": simulate(acceptance).tau}
+    for k in (1 << i for i in range(depth.bit_length())):
+        numbers[f"held_out_match_{k}"] = float(hits[k - 1] / of[k - 1])
+    return numbers
 
-    Logits exist for a block of rows at a time: the gradient, m softmax(z) - p, is formed in the forward pass.
+
+def uses_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 products are the faster ones: on GPUs, and on CPUs with AMX or AVX-512 BF16 units."""
+    if device.type != "cpu":
+        return True
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def split(trajectory: Trajectory, share: float = 0.05) -> tuple[Trajectory, Trajectory]:
+    """Return (training, held-out) views; which side a sequence is on depends on its prompt's tokens alone.
+
+    So a prompt that occurs twice is on one side, and a longer recording of the same source keeps its split.
+
+    Raises:
+        DriftlabError: a share outside (0, 1), or one that leaves a side empty.
     """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, p: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the summed loss and the draft id with the largest logit of each row."""
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
-        loss, best = torch.zeros((), device=hidden.device), torch.empty_like(rows)
-        block = max(1, _BLOCK_BYTES // (4 * weight.shape[0]))
-        for first in range(0, len(rows), block):
-            span = slice(first, first + block)
-            logits, target = (hidden[span] @ weight.T).float(), p[rows[span]]
-            best[span] = logits.argmax(-1)
-            lse, mass = logits.logsumexp(-1, keepdim=True), target.sum(-1, keepdim=True)
-            loss += (mass * lse).sum() - (target * logits).sum()
-            gradient = ((logits - lse).exp_().mul_(mass) - target).to(hidden.dtype)
-            grad_hidden[span] = gradient @ weight
-            if grad_weight is not None:
-                grad_weight += gradient.T @ hidden[span]
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.mark_non_differentiable(best)
-        return loss, best
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients formed in the forward pass."""
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss, None if grad_weight is None else grad_weight * grad_loss, None, None
+    if not 0 < share < 1:
+        raise DriftlabError(f"held-out share {share}: give a number between 0 and 1")
+    sides: tuple[list[int], list[int]] = ([], [])
+    for index, entry in enumerate(trajectory.entries):
+        prompt = trajectory.tokens(index)[: entry.prompt_length]
+        number = int.from_bytes(hashlib.sha256(prompt.numpy().tobytes()).digest()[:4], "little")
+        sides[number < share * 2**32].append(index)
+    if not all(sides):
+        raise DriftlabError(f"a share of {share} of {len(trajectory)} sequences leaves a side empty: record more")
+    return trajectory.subset(sides[0]), trajectory.subset(sides[1])
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:
@@ -331,6 +460,12 @@ def coverage(draft_vocab: Sequence[int] | Tensor, trajectory: Trajectory) -> flo
         answer = trajectory.tokens(index)[entry.prompt_length :]
         hits, total = hits + int(inside[answer].sum()), total + len(answer)
     return hits / total if total else float("nan")
+
+
+def _texts(trajectory: Trajectory) -> list[object]:
+    """What tells the sequences of one recording from those of another."""
+    names = [(e.id, e.length, e.prompt_length) for e in trajectory.entries]
+    return [names, _digest({str(i): trajectory.tokens(i) for i in range(len(trajectory))})]
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

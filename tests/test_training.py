@@ -1,6 +1,9 @@
-"""Train-time test: which labels count, the target's distribution, gradients, and resuming to the same bits."""
+"""Train-time test: which labels count, the target's distribution, micro-batches, stride, held-out text, and resuming to
+the same bits.
+"""
 
 import dataclasses
+import functools
 import json
 import math
 import subprocess
@@ -28,9 +31,11 @@ from driftlab import (
 )
 from driftlab.draft import unroll
 from driftlab.files import atomic
-from driftlab.training import SoftCrossEntropy, batch_loss, coverage, schedule, target_probabilities
+from driftlab.losses import LOSSES, TargetDistribution
+from driftlab.training import answer_rows, batch_loss, coverage, held_out_numbers, schedule, split, uses_bfloat16
 
-CONFIG = TrainConfig(ttt=2, lr=3e-3, batch_size=2, epochs=3.5, save_every=0)  # 2 batches an epoch: 7 steps
+# 2 batches an epoch: 7 steps; rows of the log at steps 2, 4, 6 and 7
+CONFIG = TrainConfig(ttt=2, lr=3e-3, batch_size=2, epochs=3.5, save_every=0, log_every=2)
 STEPS = 7
 
 
@@ -50,6 +55,28 @@ def head_rows(drafter, trajectory):
     return trajectory.head.lm_head[drafter.draft_vocab]
 
 
+class Stop(Exception):
+    pass
+
+
+def begin(drafter, trajectory, config=CONFIG, held_out=None):
+    return training._Run(drafter, trajectory, config, held_out)
+
+
+def models_p(model, tokens):
+    with torch.no_grad():
+        return model(tokens[None], use_cache=False).logits[0].double().softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def uneven(varied_target, tmp_path_factory):
+    """Answers of 3, 17, 1, 9 and 6 given tokens."""
+    answers = ["abc", "the quick brown f", "x", "lazy dogs", "jumped"]
+    out = tmp_path_factory.mktemp("uneven") / "r"
+    prompts = ["hello", "ab", "q", "another", "z"]
+    return varied_target.record(prompts, answers=answers, max_new_tokens=17, template=False, out=out)
+
+
 @pytest.fixture(scope="module")
 def whole(varied_trajectory, tmp_path_factory):
     """Trained for seven steps without a stop, and the folder it was saved to."""
@@ -60,23 +87,49 @@ def whole(varied_trajectory, tmp_path_factory):
 # ---- the loss
 
 
-def naive_loss(drafter, trajectory, model, batch, config):
-    """Row by row in float64, from the target model's own logits: t >= P - 1 counts at depth k iff t + k + 1 exists."""
-    with torch.no_grad():
-        p = torch.stack([model(row[None], use_cache=False).logits[0].double().softmax(-1) for row in batch.tokens])
-    p = p[..., drafter.draft_vocab]
+def naive_loss(drafter, model, batch, config, offset=0):
+    """Row by row in float64, from the target model's own logits: t >= P - 1 counts at depth k iff t + k + 1 exists, and
+    beyond depth 1 only every stride-th start, from ``offset``.
+    """
+    p = torch.stack([models_p(model, row) for row in batch.tokens])[..., drafter.draft_vocab]
     total, by_depth = 0.0, []
     for state, _ in unroll(drafter, batch, config.ttt, feed="text"):
-        log_q = drafter.logits(state.normed).double().log_softmax(-1)
-        terms = []
+        q = drafter.logits(state.normed).double().softmax(-1)
+        pairs = []
         for b in range(len(batch)):
             prompt, length = int(batch.prompt_lengths[b]), int(batch.lengths[b])
             for start, t in enumerate(range(prompt - 1, length - 1)):
-                if t + state.depth + 1 <= length - 1:
-                    terms.append(-(p[b, t + state.depth] * log_q[b, start]).sum())
+                skipped = state.depth > 1 and (start < offset or (start - offset) % config.stride)
+                if t + state.depth + 1 <= length - 1 and not skipped:
+                    pairs.append((p[b, t + state.depth], q[b, start]))
+        kl = [(x * (x / y).log()).sum() for x, y in pairs]
+        a = [torch.minimum(x, y).sum() for x, y in pairs]
+        if config.loss == "soft_ce":
+            terms = [-(x * y.log()).sum() for x, y in pairs]
+        elif config.loss == "lambda":
+            share = math.exp(-config.eta * float(sum(a).detach()) / len(a))
+            terms = [share * x + (1 - share) * (1 - y) for x, y in zip(kl, a, strict=True)]
+        else:
+            terms = kl if config.loss == "kl" else [-x.log() for x in a]
         by_depth.append(sum(terms) / max(len(terms), 1))
         total = total + config.depth_decay ** (state.depth - 1) * by_depth[-1]
     return total, by_depth
+
+
+def check_loss(drafter, trajectory, model, batch, config, offset=0):
+    loss, logged = batch_loss(drafter, batch, head_rows(drafter, trajectory), config, offset=offset)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+    drafter.zero_grad()
+    expected, by_depth = naive_loss(drafter, model, batch, config, offset)
+    expected.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+    depths = range(1, config.ttt + 1)
+    assert [logged[f"loss_{k}"] for k in depths] == pytest.approx([float(x.detach()) for x in by_depth], rel=1e-4)
+    for name, parameter in drafter.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        assert scale > 0, name
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-2, atol=1e-3 * scale)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -86,18 +139,15 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(varied_target, varied_traj
     vocab = choose_draft_vocab(varied_trajectory, 40) if reduced else None
     drafter = make_drafter(variant, target=varied_trajectory, draft_vocab=vocab, scale=2.0)
     batch, config = varied_trajectory.batch([0, 3]), TrainConfig(ttt=3, depth_decay=0.7)
-    loss, logged = batch_loss(drafter, batch, head_rows(drafter, varied_trajectory), config)
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()}
-    drafter.zero_grad()
-    expected, by_depth = naive_loss(drafter, varied_trajectory, varied_target.adapter.model, batch, config)
-    expected.backward()
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
-    assert [logged[f"loss_{k}"] for k in (1, 2, 3)] == pytest.approx([float(x.detach()) for x in by_depth], rel=1e-4)
-    for name, parameter in drafter.named_parameters():
-        scale = float(parameter.grad.abs().max())
-        assert scale > 0, name
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-2, atol=1e-3 * scale)
+    check_loss(drafter, varied_trajectory, varied_target.adapter.model, batch, config)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("stride", "offset"), [(1, 0), (3, 0), (3, 2)])
+def test_so_are_the_other_losses_and_a_part_of_the_starts(varied_target, uneven, make_drafter, loss, stride, offset):
+    drafter = make_drafter(target=uneven, draft_vocab=choose_draft_vocab(uneven, 40), scale=2.0, lm_head="own")
+    config = TrainConfig(ttt=3, loss=loss, eta=1.5, stride=stride)
+    check_loss(drafter, uneven, varied_target.adapter.model, uneven.batch([0, 1, 2, 3]), config, offset)
 
 
 def test_which_labels_count(varied_trajectory, make_drafter, monkeypatch):
@@ -106,37 +156,73 @@ def test_which_labels_count(varied_trajectory, make_drafter, monkeypatch):
     cut = {name: getattr(whole, name)[:, :10] for name in ("tokens", "aux", "last_hidden", "lse")}
     batch = dataclasses.replace(whole, **cut, lengths=torch.tensor([10]), prompt_lengths=torch.tensor([6]))
     batch = dataclasses.replace(batch, lse=torch.zeros(1, 10))
-    labels, apply = [], SoftCrossEntropy.apply
-    index = target_probabilities(batch, varied_trajectory.head.lm_head)[1]
+    labels, plain = [], training.draft_loss
+    index = answer_rows(batch)[1]
     place = {int(index[0, t]): t for t in range(5, 9)}  # the distribution at row t is that of token t + 1
 
-    def spy(hidden, weight, p, rows):
+    def spy(hidden, weight, target, rows, **options):
         labels.append([place[int(row)] + 1 for row in rows])
-        return apply(hidden, weight, p, rows)
+        return plain(hidden, weight, target, rows, **options)
 
-    monkeypatch.setattr(training.SoftCrossEntropy, "apply", spy)
+    monkeypatch.setattr(training, "draft_loss", spy)
     drafter = make_drafter(target=varied_trajectory)
     loss, logged = batch_loss(drafter, batch, varied_trajectory.head.lm_head, TrainConfig(ttt=4))
     assert labels == [[7, 8, 9], [8, 9], [9], []]
     assert loss.isfinite()
     assert logged["loss_4"] == 0
-    assert math.isnan(logged["match_4"])
+    assert logged["match_4"] == 0
+
+
+def distribution(batch, head, **options):
+    answer, index = answer_rows(batch)
+    target = TargetDistribution.of(batch.last_hidden[answer], batch.lse[answer], head, **options)
+    return target.at(torch.arange(int(answer.sum()))), index
+
+
+def check_distribution(model, batch, p, index, vocab):
+    """p is the model's to 1e-5 at every answer row."""
+    assert len(p) == int((batch.lengths - batch.prompt_lengths).sum())
+    for b in range(len(batch)):
+        length = int(batch.lengths[b])
+        own = models_p(model, batch.tokens[b, :length]).float()
+        for t in range(int(batch.prompt_lengths[b]) - 1, length - 1):
+            torch.testing.assert_close(p[index[b, t]], own[t, vocab], rtol=0, atol=1e-5)
 
 
 def test_the_targets_distribution_is_the_models(varied_target, varied_trajectory):
     """C4: from the file, without the model, to 1e-5, and restricted to the draft vocabulary without renormalising."""
     vocab = torch.tensor(choose_draft_vocab(varied_trajectory, 20))
     batch = varied_trajectory.batch([0, 1, 2, 3])
-    p, index = target_probabilities(batch, varied_trajectory.head.lm_head[vocab])
-    assert len(p) == varied_trajectory.answer_tokens
-    for b in range(4):
-        with torch.no_grad():
-            own = varied_target.adapter.model(batch.tokens[b : b + 1], use_cache=False).logits[0].softmax(-1)
-        for t in range(int(batch.prompt_lengths[b]) - 1, int(batch.lengths[b]) - 1):
-            torch.testing.assert_close(p[index[b, t]], own[t, vocab], rtol=0, atol=1e-5)
+    p, index = distribution(batch, varied_trajectory.head.lm_head[vocab])
+    check_distribution(varied_target.adapter.model, batch, p, index, vocab)
     assert 0.05 < float(p.sum(-1).mean()) < 0.99
-    full, _ = target_probabilities(batch, varied_trajectory.head.lm_head)
+    full, _ = distribution(batch, varied_trajectory.head.lm_head)
     torch.testing.assert_close(full.sum(-1), torch.ones(len(full)), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+def test_so_it_is_for_a_drafter_in_half_precision(varied_target, varied_trajectory, monkeypatch, tmp_path, autocast):
+    """The aux states are narrowed, the last hidden state never: in bfloat16 p is off by per cents."""
+    batch = varied_trajectory.batch([0, 1, 2, 3])
+    narrow = batch.to("cpu", torch.bfloat16)
+    assert (narrow.aux.dtype, narrow.last_hidden.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(narrow.last_hidden, batch.last_hidden)
+    made, of = [], TargetDistribution.of
+
+    def spy(*args, **options):
+        made.append(of(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(TargetDistribution, "of", spy)
+    config = dataclasses.replace(CONFIG, batch_size=4, epochs=2.0, autocast=autocast)
+    drafter = fresh(varied_trajectory).to(torch.bfloat16)
+    before = drafter.fc.weight.clone()
+    run = begin(drafter, varied_trajectory, config)
+    train(drafter, varied_trajectory, config, out=tmp_path / "d", stop_after=1)
+    assert not torch.equal(drafter.fc.weight, before)
+    order = run.order(0)[0][0]
+    batch = varied_trajectory.batch(order)
+    check_distribution(varied_target.adapter.model, batch, made[0].p, answer_rows(batch)[1], drafter.draft_vocab)
 
 
 def test_the_log_holds_the_share_of_right_drafts(varied_trajectory, trained):
@@ -151,7 +237,8 @@ def test_the_log_holds_the_share_of_right_drafts(varied_trajectory, trained):
 def test_probabilities_are_made_once_per_batch(varied_trajectory, make_drafter, monkeypatch):
     """P2."""
     calls = []
-    monkeypatch.setattr(training, "target_probabilities", lambda *args: calls.append(1) or target_probabilities(*args))
+    of = TargetDistribution.of
+    monkeypatch.setattr(TargetDistribution, "of", lambda *args, **options: calls.append(1) or of(*args, **options))
     drafter = make_drafter(target=varied_trajectory)
     batch_loss(drafter, varied_trajectory.batch([0, 1]), head_rows(drafter, varied_trajectory), TrainConfig(ttt=5))
     assert len(calls) == 1
@@ -162,49 +249,7 @@ def test_answers_of_one_token_teach_nothing_and_break_nothing(varied_target, tmp
     before = fresh(trajectory)
     after = train(fresh(trajectory), trajectory, dataclasses.replace(CONFIG, weight_decay=0.0), out=tmp_path / "d")
     assert same_bits(before, after)
-    assert pd.read_csv(tmp_path / "d" / "train_log.csv")["loss"].tolist() == [0.0] * 4
-
-
-# ---- the fused cross-entropy
-
-
-@pytest.mark.parametrize("own_head", [False, True])
-@pytest.mark.parametrize("block", [1, 7, 10_000])
-def test_soft_cross_entropy_is_autograds(monkeypatch, own_head, block):
-    """Also in blocks, for rows that repeat, for p that does not sum to one, and scaled from outside."""
-    monkeypatch.setattr(training, "_BLOCK_BYTES", 4 * 13 * block)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(20, 8, generator=generator, dtype=torch.float64)
-    weight = torch.randn(13, 8, generator=generator, dtype=torch.float64)
-    p = torch.rand(9, 13, generator=generator, dtype=torch.float64)
-    rows = torch.randint(0, 9, (20,), generator=generator)
-
-    def run(function, dtype):
-        h, w = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(own_head)
-        loss = function(h, w, p.to(dtype))
-        (2.5 * loss).backward()
-        return loss.detach(), h.grad, w.grad
-
-    def plain(h, w, p):
-        z = h @ w.T
-        return -(p[rows] * z.log_softmax(-1)).sum()
-
-    ours = run(lambda h, w, p: SoftCrossEntropy.apply(h, w, p, rows)[0], torch.float32)
-    theirs = run(plain, torch.float64)
-    for mine, reference in zip(ours, theirs, strict=True):
-        if reference is None:
-            assert mine is None
-        else:
-            torch.testing.assert_close(mine.double(), reference, rtol=1e-4, atol=1e-4)
-    best = SoftCrossEntropy.apply(hidden.float(), weight.float(), p.float(), rows)[1]
-    assert torch.equal(best, (hidden @ weight.T).argmax(-1))
-
-
-def test_no_rows_are_no_loss():
-    hidden = torch.zeros(0, 8, requires_grad=True)
-    loss, best = SoftCrossEntropy.apply(hidden, torch.ones(5, 8), torch.ones(3, 5), torch.zeros(0, dtype=torch.long))
-    loss.backward()
-    assert (float(loss.detach()), best.shape, hidden.grad.shape) == (0.0, (0,), (0, 8))
+    assert pd.read_csv(tmp_path / "d" / "train_log.csv")["loss"].tolist() == [0.0] * 2
 
 
 def test_an_own_head_is_trained_and_a_borrowed_one_is_not(varied_trajectory, tmp_path):
@@ -253,6 +298,8 @@ def test_the_gradient_is_the_slope_of_the_loss(varied_trajectory, make_drafter):
 
     def value():
         return batch_loss(drafter, batch, rows, config)[0]
+
+    assert value().dtype == torch.float64
 
     value().backward()
     generator = torch.Generator().manual_seed(0)
@@ -311,12 +358,66 @@ def test_loss_falls_and_tau_rises(varied_trajectory, trained):
         assert taus[1] > taus[0] + 0.5
 
 
-def test_the_log_is_one_row_a_step(whole):
+def test_a_row_of_the_log_is_the_mean_of_some_steps(varied_trajectory, whole, tmp_path):
     log = pd.read_csv(whole[1] / "train_log.csv")
-    assert log["step"].tolist() == list(range(STEPS))
-    assert list(log.columns) == ["step", "loss", "grad_norm", "loss_1", "match_1", "loss_2", "match_2"]
+    assert log["step"].tolist() == [2, 4, 6, STEPS]
+    assert list(log.columns) == ["step", "lr", "grad_norm", "loss", "loss_1", "match_1", "loss_2", "match_2"]
     assert (log["loss"] - log["loss_1"] - 0.8 * log["loss_2"]).abs().max() < 1e-4
     assert log["loss"].iloc[-1] < log["loss"].iloc[0]
+    assert log["lr"].tolist() == pytest.approx([3e-3 * schedule(s - 1, STEPS, 0.05) for s in log["step"]], rel=1e-4)
+    config = dataclasses.replace(CONFIG, log_every=1)
+    each = train(fresh(varied_trajectory), varied_trajectory, config, out=tmp_path / "d")
+    assert same_bits(each, whole[0])
+    steps = pd.read_csv(tmp_path / "d" / "train_log.csv")
+    assert steps["step"].tolist() == list(range(1, STEPS + 1))
+    for column in ("grad_norm", "loss", "loss_1", "match_1", "loss_2", "match_2"):
+        value = steps[column]
+        means = [value[:2].mean(), value[2:4].mean(), value[4:6].mean(), value[6]]
+        assert log[column].tolist() == pytest.approx(means, rel=1e-4), column
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"loss": "kl"}, ["loss_1", "match_1"]),
+        ({"loss": "lambda"}, ["loss_1", "alpha_1", "match_1"]),
+        ({"loss": "alpha", "negatives": 5}, ["loss_1", "alpha_1"]),
+    ],
+)
+def test_the_log_holds_what_was_measured(varied_trajectory, make_drafter, options, kept):
+    """No acceptance rate where the loss forms none, no match where columns are sampled."""
+    drafter = make_drafter(target=varied_trajectory)
+    batch, config = varied_trajectory.batch([0, 1]), TrainConfig(ttt=1, **options)
+    _, logged = batch_loss(drafter, batch, head_rows(drafter, varied_trajectory), config)
+    assert sorted(logged) == sorted(kept)
+    if options["loss"] == "lambda":
+        _, alpha = batch_loss(drafter, batch, head_rows(drafter, varied_trajectory), TrainConfig(ttt=1, loss="alpha"))
+        assert 0 < logged["alpha_1"] < 1
+        assert logged["alpha_1"] == pytest.approx(alpha["alpha_1"])
+
+
+@pytest.fixture
+def high_floor(monkeypatch):
+    """Leave some of a tiny vocabulary to sample from."""
+    monkeypatch.setattr(TargetDistribution, "of", functools.partial(TargetDistribution.of, floor=0.2))
+
+
+def test_sampled_columns_are_near_and_others_each_step(varied_trajectory, make_drafter, high_floor):
+    drafter = make_drafter(target=varied_trajectory, scale=2.0)
+    batch, rows = varied_trajectory.batch([0, 1]), head_rows(drafter, varied_trajectory)
+
+    def value(negatives, seed=0):
+        config = TrainConfig(ttt=2, negatives=negatives)
+        return float(batch_loss(drafter, batch, rows, config, seed=seed)[0].detach())
+
+    few = [value(3, seed) for seed in range(8)]
+    assert value(VOCAB) == pytest.approx(value(0), rel=1e-5)
+    assert few == pytest.approx([value(0)] * 8, rel=0.3)
+    assert len(set(few)) > 1
+    assert value(3, 5) == few[5]
+
+
+# ---- what a step is made of
 
 
 def batches_seen(trajectory, monkeypatch, out, variant="eagle3", **config):
@@ -350,6 +451,286 @@ def test_epochs_may_be_a_part(varied_trajectory, monkeypatch, tmp_path):
     assert len(batches_seen(varied_trajectory, monkeypatch, tmp_path / "c", epochs=0.01)) == 1
 
 
+def test_a_step_is_some_micro_batches_of_an_epoch(uneven):
+    drafter, order = fresh(uneven), {}
+    for accumulate in (1, 2):
+        config = dataclasses.replace(CONFIG, accumulate=accumulate)
+        run = begin(drafter, uneven, config)
+        order[accumulate] = run.order(3)
+        assert run.per_epoch == len(order[accumulate])
+        assert run.steps == round(3.5 * run.per_epoch)
+    assert [len(step) for step in order[1]] == [1, 1, 1]
+    assert [len(step) for step in order[2]] == [2, 1]
+    assert sum(order[1], []) == sum(order[2], [])
+    assert sorted(sum(sum(order[1], []), [])) == [0, 1, 2, 3, 4]
+    assert max(len(batch) for step in order[1] for batch in step) == CONFIG.batch_size
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"loss": "alpha"}])
+def test_micro_batches_add_up_to_one_batch(uneven, options):
+    """Gradients and weights, in float64: every token counts the same, however long the sequences beside it."""
+    results = []
+    for size, accumulate in ((5, 1), (1, 5), (2, 3)):
+        options = {**options, "batch_size": size, "accumulate": accumulate, "ttt": 3, "epochs": 8.0, "clip": 1e9}
+        drafter = fresh(uneven).double()
+        config = dataclasses.replace(CONFIG, **options, weight_decay=0.0, autocast="none")
+        run, gradients = begin(drafter, uneven, config), []
+        for step in range(3):
+            run.step(step)
+            gradients.append({name: p.grad.clone() for name, p in drafter.named_parameters()})
+        results.append((gradients, drafter.state_dict(), run.log[0]))
+    for other in results[1:]:
+        for mine, reference in zip(other[0], results[0][0], strict=True):
+            for name in mine:
+                scale = float(reference[name].abs().max())
+                assert scale > 0
+                torch.testing.assert_close(mine[name], reference[name], rtol=1e-6, atol=1e-7 * scale)
+        for name, value in other[1].items():
+            torch.testing.assert_close(value, results[0][1][name], rtol=1e-6, atol=1e-6)
+        assert other[2] == pytest.approx(results[0][2], rel=1e-6)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 5])
+def test_counts_are_the_rows_that_count(uneven, make_drafter, monkeypatch, stride):
+    """At every depth and offset, in one batch and sequence by sequence; at depth 1 every row counts."""
+    seen, plain = [], training.draft_loss
+
+    def spy(hidden, weight, target, rows, **options):
+        seen.append(len(rows))
+        return plain(hidden, weight, target, rows, **options)
+
+    monkeypatch.setattr(training, "draft_loss", spy)
+    drafter, config = make_drafter(target=uneven), TrainConfig(ttt=4, stride=stride)
+    run, rows, every = begin(drafter, uneven, config), head_rows(drafter, uneven), range(len(uneven))
+    by_offset = []
+    for offset in range(stride):
+        for indices in (list(every), *([i] for i in every)):
+            seen.clear()
+            batch_loss(drafter, uneven.batch(indices), rows, config, offset=offset)
+            assert run.counts(indices, offset) == seen
+        by_offset.append(run.counts(list(every), offset))
+        assert by_offset[-1][0] == uneven.answer_tokens - len(uneven)
+    all_rows = [sum(max(0, e.length - e.prompt_length - k) for e in uneven.entries) for k in (2, 3, 4)]
+    assert [sum(column) for column in zip(*by_offset, strict=True)][1:] == all_rows
+
+
+def test_the_stride_begins_at_another_start_each_step(uneven, monkeypatch):
+    offsets, plain = [], batch_loss
+
+    def spy(*args, **options):
+        offsets.append((options["offset"], options["seed"]))
+        return plain(*args, **options)
+
+    monkeypatch.setattr(training, "batch_loss", spy)
+    run = begin(fresh(uneven), uneven, dataclasses.replace(CONFIG, stride=3, batch_size=3, accumulate=2))
+    for step in range(4):
+        run.step(step)
+    assert [offset for offset, _ in offsets] == [0, 0, 1, 1, 2, 2, 0, 0]
+    assert len({seed for _, seed in offsets}) == 8
+
+
+def test_autocast_is_what_the_config_says(varied_trajectory, monkeypatch):
+    cpu = torch.device("cpu")
+    runs = {
+        name: begin(fresh(varied_trajectory), varied_trajectory, dataclasses.replace(CONFIG, autocast=name))
+        for name in ("auto", "bfloat16", "none")
+    }
+    assert {name: run.autocast for name, run in runs.items()} == {
+        **{"auto": uses_bfloat16(cpu), "bfloat16": True, "none": False}
+    }
+    assert runs["none"].fingerprint != runs["bfloat16"].fingerprint
+    assert uses_bfloat16(torch.device("cuda"))
+    for tile, avx in ((False, False), (True, False), (False, True)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tile=tile: tile)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
+        assert uses_bfloat16(cpu) == (tile or avx)
+    for name in ("bfloat16", "none"):
+        runs[name].step(0)
+        runs[name].step(1)
+    exact, near = (runs[name].log[0]["loss"] for name in ("none", "bfloat16"))
+    assert exact != near == pytest.approx(exact, rel=0.02)
+    assert all(p.dtype == torch.float32 for p in runs["bfloat16"].drafter.parameters())
+
+
+# ---- held-out text
+
+
+@pytest.fixture
+def halves(varied_trajectory):
+    return varied_trajectory.subset([0, 1, 2]), varied_trajectory.subset([3])
+
+
+PEAK = dataclasses.replace(CONFIG, evaluate_every=1, epochs=3.0)  # 6 steps
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Return a function that makes the held-out tau of the weights after each step what is listed."""
+
+    def say(taus):
+        seen = []
+
+        def numbers(drafter, held_out):
+            weight = drafter.fc.weight.detach().clone()
+            place = next((i for i, known in enumerate(seen) if torch.equal(known, weight)), len(seen))
+            seen[place:] = seen[place:] or [weight]
+            return {"held_out_tau": taus[place]}
+
+        monkeypatch.setattr(training, "held_out_numbers", numbers)
+
+    return say
+
+
+def after(steps, halves, out):
+    """The weights after some steps of the same training."""
+    return train(fresh(halves[0]), halves[0], PEAK, out=out, held_out=halves[1], stop_after=steps)
+
+
+@pytest.mark.parametrize(
+    ("taus", "best"), [([1.0, 1.5, 2.5, 2.0, 2.5, 1.2], 3), ([3, 1, 1, 1, 1, 2], 1), ([1, 1, 1, 1, 1, 2], 6)]
+)
+def test_the_weights_kept_are_those_with_the_largest_tau(halves, tmp_path, measured, taus, best):
+    """The earliest of them; the log says what every measurement gave, and the last step's state is kept beside."""
+    measured(taus)
+    drafter = train(fresh(halves[0]), halves[0], PEAK, out=tmp_path / "d", held_out=halves[1])
+    assert same_bits(drafter, after(best, halves, tmp_path / "best") if best < 6 else drafter)
+    assert same_bits(Drafter.load(tmp_path / "d", halves[0]), drafter)
+    log = pd.read_csv(tmp_path / "d" / "train_log.csv")
+    held = log[log["held_out_tau"].notna()]
+    assert held["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert held["held_out_tau"].tolist() == taus
+    assert log[log["loss"].notna()]["step"].tolist() == [2, 4, 6]
+    last = load_file(tmp_path / "d" / "train_state.safetensors")["weight.fc.weight"]
+    assert torch.equal(drafter.fc.weight, last) == (best == 6)
+
+
+@pytest.mark.parametrize("stops", [(1,), (2,), (3,), (4,), (5,), (1, 3, 5)])
+@pytest.mark.parametrize("taus", [[1.0, 1.5, 2.5, 2.0, 2.5, 1.2], [math.nan, 2.0, 1.0, 1.0, 1.0, 1.0]])
+def test_stopped_and_resumed_keeps_the_same_best(halves, tmp_path, measured, stops, taus):
+    measured(taus)
+    whole = train(fresh(halves[0]), halves[0], PEAK, out=tmp_path / "whole", held_out=halves[1])
+    for stop in (*stops, None):
+        drafter = train(fresh(halves[0]), halves[0], PEAK, out=tmp_path / "d", held_out=halves[1], stop_after=stop)
+    assert same_bits(drafter, whole)
+    for name in ("train_log.csv", "train_state.safetensors", "train_best.safetensors", "model.safetensors"):
+        assert (tmp_path / "d" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_an_error_after_the_best_was_written_changes_nothing(halves, tmp_path, measured, at):
+    """The state is older than the best weights, or they are of a step still to come."""
+    measured([1.0, 1.5, 2.5, 2.0, 3.0, 1.2])
+    config, best = dataclasses.replace(PEAK, save_every=2), after(5, halves, tmp_path / "best")
+
+    def progress(what, done, total):
+        if done == at:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(fresh(halves[0]), halves[0], config, out=tmp_path / "d", held_out=halves[1], progress=progress)
+    again = train(fresh(halves[0]), halves[0], config, out=tmp_path / "d", held_out=halves[1])
+    assert same_bits(again, best)
+    finished = train(fresh(halves[0]), halves[0], config, out=tmp_path / "d", held_out=halves[1])
+    assert same_bits(finished, best)
+    (tmp_path / "d" / "train_best.safetensors").unlink()
+    with pytest.raises(DriftlabError, match="train_best.safetensors is gone: remove .*train_state.safetensors too"):
+        train(fresh(halves[0]), halves[0], config, out=tmp_path / "d", held_out=halves[1])
+
+
+def test_held_out_text_too_short_for_a_round_keeps_the_last_weights(halves, tmp_path, measured):
+    """And not the best of another training in the same folder, whose state was removed."""
+    measured([1.0] * 6)
+    train(fresh(halves[0]), halves[0], PEAK, out=tmp_path / "d", held_out=halves[1])
+    (tmp_path / "d" / "train_state.safetensors").unlink()
+    measured([math.nan] * 6)
+    drafter = train(fresh(halves[0]), halves[0], PEAK, out=tmp_path / "d", held_out=halves[1])
+    last = load_file(tmp_path / "d" / "train_state.safetensors")
+    assert all(torch.equal(p, last[f"weight.{name}"]) for name, p in drafter.named_parameters())
+
+
+def test_measuring_changes_no_step(halves, tmp_path):
+    """And it is at the steps asked for and the last, or eight times in all."""
+    config = dataclasses.replace(PEAK, evaluate_every=4)
+    train(fresh(halves[0]), halves[0], config, out=tmp_path / "held", held_out=halves[1])
+    plain = train(fresh(halves[0]), halves[0], config, out=tmp_path / "plain")
+    last = load_file(tmp_path / "held" / "train_state.safetensors")
+    assert all(torch.equal(p, last[f"weight.{name}"]) for name, p in plain.named_parameters())
+    log = pd.read_csv(tmp_path / "held" / "train_log.csv")
+    assert log[log["held_out_tau"].notna()]["step"].tolist() == [4, 6]
+    assert "held_out_tau" not in pd.read_csv(tmp_path / "plain" / "train_log.csv").columns
+    for steps, every in ((7, 1), (16, 2), (17, 3)):
+        assert begin(fresh(halves[0]), halves[0], dataclasses.replace(CONFIG, epochs=steps / 2)).evaluate_every == every
+
+
+def test_held_out_numbers_are_those_of_replay(varied_trajectory, trained):
+    drafter, held_out = trained["eagle31"], varied_trajectory.subset([1, 3])
+    numbers = held_out_numbers(drafter, held_out)
+    acceptance = accept(all_starts(drafter, held_out, 8), held_out)
+    assert numbers.pop("held_out_tau") == simulate(acceptance).tau > 1.5
+    assert numbers == {
+        f"held_out_match_{k}": pytest.approx(
+            int(acceptance.match[..., k - 1].sum()) / sum(e.length - e.prompt_length - k for e in held_out.entries)
+        )
+        for k in (1, 2, 4, 8)
+    }
+
+
+def test_held_out_text_that_does_not_fit_is_refused_at_once(tiny_target, varied_target, halves, tmp_path):
+    with pytest.raises(DriftlabError, match="none held out"):
+        train(fresh(halves[0]), halves[0], PEAK, out=tmp_path / "d", held_out=halves[1].subset([]))
+    other = Target(tiny_target.adapter.model, TinyTokenizer(), aux_layers=(2, 4, 6))
+    other = other.record(["abc"], max_new_tokens=3, template=False, out=tmp_path / "r")
+    with pytest.raises(DriftlabError, match="the drafter reads target states"):
+        train(fresh(halves[0]), halves[0], PEAK, out=tmp_path / "d", held_out=other)
+    assert not (tmp_path / "d").exists()
+
+
+# ---- the split
+
+
+@pytest.fixture(scope="module")
+def many(varied_target, tmp_path_factory):
+    """30 prompts of one or two letters; the first is there three times."""
+    prompts = [letter + end for end in ("", "x") for letter in "abcdefghijklmn"]
+    out = tmp_path_factory.mktemp("many") / "r"
+    return varied_target.record([*prompts, "a", "a"], answers=["xyz"] * 30, max_new_tokens=3, template=False, out=out)
+
+
+def sides(trajectory, share):
+    return [[entry.id for entry in side.entries] for side in split(trajectory, share)]
+
+
+def test_a_split_is_disjoint_and_complete_and_depends_on_the_prompt_alone(many):
+    names = [entry.id for entry in many.entries]
+    kept, held = sides(many, 0.3)
+    assert sorted(kept + held) == sorted(names)
+    assert kept == [name for name in names if name in kept]
+    assert 3 <= len(held) <= 18
+    assert len({name in held for name in (names[0], names[28], names[29])}) == 1
+    again = many.subset(list(reversed(range(30))))
+    assert [sorted(side) for side in sides(again, 0.3)] == [sorted(kept), sorted(held)]
+
+
+def test_a_split_stays_when_the_recording_grows(many):
+    before, now = (sides(many.subset(range(n)), 0.3) for n in (18, 30))
+    for small, large in zip(before, now, strict=True):
+        assert set(small) < set(large)
+    assert set(now[1]) < set(sides(many, 0.7)[1])
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 1.5])
+def test_a_share_that_is_none_is_refused(many, share):
+    with pytest.raises(DriftlabError, match=f"held-out share {share}: give a number between 0 and 1"):
+        split(many, share)
+
+
+def test_a_split_that_leaves_a_side_empty_is_refused(many):
+    with pytest.raises(DriftlabError, match=r"a share of 0\.3 of 1 sequences leaves a side empty: record more"):
+        split(many.subset([0]), 0.3)
+    with pytest.raises(DriftlabError, match="leaves a side empty"):
+        split(many, 1e-6)
+
+
 # ---- the same bits
 
 
@@ -372,8 +753,21 @@ def test_stopped_and_resumed_ends_with_the_same_bits(varied_trajectory, whole, t
     assert resumed.config == whole[0].config
 
 
-class Stop(Exception):
-    pass
+def test_so_it_does_with_everything_on(uneven, tmp_path, high_floor):
+    """Micro-batches, a stride, sampled columns, a loss with a weight of its own, and a log of more steps than a stop."""
+    config = dataclasses.replace(
+        CONFIG, batch_size=1, accumulate=2, epochs=2.4, stride=2, negatives=4, loss="lambda", log_every=3, ttt=3
+    )
+    answer, _ = answer_rows(batch := uneven.batch([0, 1]))
+    target = TargetDistribution.of(batch.last_hidden[answer], batch.lse[answer], uneven.head.lm_head, negatives=4)
+    assert target.weights.max() > 1
+    whole = train(fresh(uneven), uneven, config, out=tmp_path / "whole")
+    for stop in (1, 2, 4, None):
+        resumed = train(fresh(uneven), uneven, config, out=tmp_path / "d", stop_after=stop)
+        assert same_bits(resumed, whole) == (stop is None)
+    assert pd.read_csv(tmp_path / "d" / "train_log.csv")["step"].tolist() == [3, 6, 7]
+    for name in ("train_log.csv", "train_state.safetensors"):
+        assert (tmp_path / "d" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 @pytest.mark.parametrize("at", [1, 2, 4, 5, 7])
@@ -405,7 +799,7 @@ import torch
 import driftlab.files
 from driftlab import VARIANTS, Drafter, TrainConfig, Trajectory, train
 out, recording = sys.argv[1:]
-config = TrainConfig(ttt=2, lr=3e-3, batch_size=2, epochs=3.5, save_every=2)
+config = TrainConfig(ttt=2, lr=3e-3, batch_size=2, epochs=3.5, save_every=2, log_every=2)
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 for point in ("3", "state", "model"):
@@ -460,7 +854,18 @@ def begun(varied_trajectory, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "change", [{"lr": 1e-3}, {"seed": 1}, {"epochs": 9.0}, {"ttt": 3}, {"batch_size": 1}, {"weight_decay": 0.1}]
+    "change",
+    [
+        *({"lr": 1e-3}, {"seed": 1}, {"epochs": 9.0}, {"ttt": 3}, {"batch_size": 1}, {"weight_decay": 0.1}),
+        *(
+            {"loss": "kl"},
+            {"accumulate": 2},
+            {"stride": 2},
+            {"negatives": 9},
+            {"log_every": 3},
+            {"autocast": "bfloat16"},
+        ),
+    ],
 )
 def test_the_state_of_a_training_with_other_settings_is_refused(varied_trajectory, begun, change):
     before = (begun / "train_state.safetensors").read_bytes()
@@ -497,6 +902,10 @@ def test_the_state_of_a_training_on_other_data_is_refused(varied_target, varied_
     train(fresh(sampled[0]), sampled[0], CONFIG, out=tmp_path / "d", stop_after=1)
     with pytest.raises(DriftlabError, match="state of another training"):
         train(fresh(sampled[1]), sampled[1], CONFIG, out=tmp_path / "d")
+    train(fresh(varied_trajectory), varied_trajectory, CONFIG, out=tmp_path / "held", held_out=sampled[0], stop_after=1)
+    for held_out in (None, sampled[1]):
+        with pytest.raises(DriftlabError, match="state of another training"):
+            train(fresh(varied_trajectory), varied_trajectory, CONFIG, out=tmp_path / "held", held_out=held_out)
 
 
 def test_a_broken_state_is_named(varied_trajectory, begun, tmp_path):
@@ -510,9 +919,9 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_state(varied_traject
     config = dataclasses.replace(CONFIG, save_every=2)
     calls, plain = [], batch_loss
 
-    def spoilt(*args):
+    def spoilt(*args, **options):
         calls.append(1)
-        loss, logged = plain(*args)
+        loss, logged = plain(*args, **options)
         return (loss * math.nan if len(calls) == 4 else loss), logged
 
     monkeypatch.setattr(training, "batch_loss", spoilt)
@@ -526,6 +935,27 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_state(varied_traject
     )
     assert told[0][1] == 2
     assert same_bits(resumed, whole[0])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"ttt": 0}, {"batch_size": 0}, {"accumulate": 0}, {"log_every": 0}, {"stride": 0}, {"save_every": -1}),
+        *({"evaluate_every": -1}, {"negatives": -1}, {"lr": 0.0}, {"epochs": 0.0}, {"clip": 0.0}, {"eta": -1.0}),
+        *({"weight_decay": -0.1}, {"warmup": -0.1}, {"warmup": 1.1}, {"depth_decay": 0.0}, {"depth_decay": 1.1}),
+    ],
+)
+def test_settings_out_of_range_are_refused(values):
+    name, value = next(iter(values.items()))
+    with pytest.raises(DriftlabError, match=f"{name}={value}[,)].*stride and log_every are at least 1"):
+        TrainConfig(**values)
+
+
+def test_settings_by_name_are_refused_with_the_names_there_are():
+    with pytest.raises(DriftlabError, match="loss 'mse': choose from soft_ce, kl, alpha, lambda"):
+        TrainConfig(loss="mse")
+    with pytest.raises(DriftlabError, match="autocast 'float16': choose from auto, bfloat16, none"):
+        TrainConfig(autocast="float16")
 
 
 def test_a_drafter_for_other_states_is_refused(varied_trajectory, tmp_path):
