@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +29,55 @@ LOGIT_BLOCK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
+class DraftLogits:
+    """The part of the draft logits that sampled acceptance needs: not [start depth vocab].
+
+    ``text [batch start depth]``: logit of the text's token, -inf where the draft vocabulary lacks it; ``top [batch start
+    depth rank]``: the largest logits, descending; ``lse [batch start depth temperature]``: ln sum exp(logits / temperature)
+    over the draft vocabulary, for each of ``temperatures``.
+    """
+
+    text: Float[Tensor, "batch start depth"]
+    top: Float[Tensor, "batch start depth rank"]
+    lse: Float[Tensor, "batch start depth temperature"]
+    temperatures: tuple[float, ...]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> DraftLogits:
+        """Apply a function to each tensor."""
+        return DraftLogits(function(self.text), function(self.top), function(self.lse), self.temperatures)
+
+    def q(self, temperature: float, top_k: int = 0) -> Float[Tensor, "batch start depth"]:
+        """Return the processed draft probability of the text's token, float64.
+
+        Any ``temperature`` with a ``top_k`` up to the number of ranks kept; over the whole draft vocabulary (``top_k`` 0)
+        those whose log-sum-exp is kept. 0 is the arg max, one-hot.
+
+        Raises:
+            DriftlabError: a setting that what is kept does not determine.
+        """
+        text, top = self.text.double(), self.top.double()
+        ranks = top.shape[-1]
+        if temperature < 0 or top_k < 0:
+            raise DriftlabError(f"draft temperature {temperature} and draft top_k {top_k} must be at least 0")
+        if temperature == 0:
+            return (text >= top[..., 0]).double()
+        if top_k:
+            if top_k > ranks:
+                raise DriftlabError(
+                    f"draft top_k {top_k}: only the {ranks} largest draft logits are kept; draft again with top={top_k}"
+                )
+            lse = (top[..., :top_k] / temperature).logsumexp(-1)
+            return torch.where(text >= top[..., top_k - 1], (text / temperature - lse).exp(), 0.0)
+        if temperature not in self.temperatures:
+            raise DriftlabError(
+                f"draft temperature {temperature} over the whole draft vocabulary: log-sum-exps are kept for "
+                f"{list(self.temperatures)}; draft again with temperatures=({temperature},), or give a draft top_k"
+            )
+        lse = self.lse[..., self.temperatures.index(temperature)].double()
+        return (text / temperature - lse).exp()
+
+
+@dataclass(frozen=True)
 class Draft:
     """What an executor drafted.
 
@@ -43,6 +92,8 @@ class Draft:
     feed: Feed
     digests: tuple[str, ...] = ()
     """hash of each sequence's tokens: what the draft was made for"""
+    logits: DraftLogits | None = None
+    """what the acceptance of sampled drafts is computed from, if it was asked for"""
 
     @property
     def depth(self) -> int:
@@ -53,15 +104,18 @@ class Draft:
         """Return the draft cut to its first ``depth`` tokens: what drafting only so deep would have given."""
         if not 1 <= depth <= self.depth:
             raise DriftlabError(f"depth {depth}: this draft is {self.depth} deep")
-        return dataclasses.replace(self, tokens=self.tokens[..., :depth])
+        logits = None if self.logits is None else self.logits.map(lambda x: x[:, :, :depth])
+        return dataclasses.replace(self, tokens=self.tokens[..., :depth], logits=logits)
 
 
-def unroll(drafter: Drafter, batch: Batch, depth: int, *, feed: Feed) -> Iterator[tuple[DraftState, Tensor | None]]:
+def unroll(
+    drafter: Drafter, batch: Batch, depth: int, *, feed: Feed, deeper: Int[Tensor, " some"] | None = None
+) -> Iterator[tuple[DraftState, Tensor | None]]:
     """Yield (state, drafted tokens) depth by depth for every answer row of a batch on the drafter's device.
 
     With ``feed="text"`` the tokens are None: call ``greedy_tokens(drafter, state.normed)`` if they are wanted. Gradients
     flow through the feedback unless the caller disables them. Past the end of the text the last token is fed; such
-    depths are not valid for acceptance.
+    depths are not valid for acceptance. ``deeper``: places on the start axis that go on beyond depth 1; default all.
     """
     if feed not in ("text", "own"):
         raise DriftlabError(f"feed {feed!r}: it is 'text' (the recorded text) or 'own' (the drafter's tokens)")
@@ -74,7 +128,10 @@ def unroll(drafter: Drafter, batch: Batch, depth: int, *, feed: Feed) -> Iterato
         yield state, drafted
         if state.depth >= depth:
             return
-        fed = text_at(batch, starts.rows + state.depth + 1) if drafted is None else drafted
+        if deeper is not None and state.depth == 1:
+            state = state.pick(deeper)
+            drafted = None if drafted is None else drafted[:, deeper]
+        fed = text_at(batch, state.starts.rows + state.depth + 1) if drafted is None else drafted
         state = drafter.next(state, fed)
 
 
@@ -103,6 +160,26 @@ def greedy_tokens(drafter: Drafter, normed: Float[Tensor, "batch start d_model"]
     return drafter.to_target(torch.cat(ids)).view(normed.shape[:2])
 
 
+def _kept_logits(
+    drafter: Drafter, normed: Tensor, wanted: Tensor, temperatures: Sequence[float], top: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logit of the wanted token, the largest logits and the log-sum-exps, for a block of rows at a time."""
+    vocab = drafter.draft_vocab
+    place = torch.searchsorted(vocab, wanted.flatten()).clamp(max=len(vocab) - 1)
+    inside = vocab[place] == wanted.flatten()
+    block = max(1, LOGIT_BLOCK_BYTES // (4 * len(vocab)))
+    texts, tops, lses = [], [], []
+    for rows, ids, known in zip(
+        normed.flatten(0, 1).split(block), place.split(block), inside.split(block), strict=True
+    ):
+        logits = drafter.logits(rows).float()
+        texts.append(logits.gather(1, ids[:, None])[:, 0].masked_fill(~known, -torch.inf))
+        tops.append(logits.topk(min(top, len(vocab))).values)
+        lses.append(torch.stack([(logits / t).logsumexp(-1) for t in temperatures], -1))
+    shape = normed.shape[:2]
+    return tuple(torch.cat(parts).unflatten(0, shape) for parts in (texts, tops, lses))
+
+
 @torch.no_grad()
 def all_starts(
     drafter: Drafter,
@@ -110,6 +187,8 @@ def all_starts(
     depth: int,
     *,
     feed: Feed = "text",
+    temperatures: Sequence[float] = (),
+    top: int = 32,
     max_tokens: int = 2048,
     progress: Progress = silent,
 ) -> Draft:
@@ -120,6 +199,9 @@ def all_starts(
         data: a trajectory (read in batches of at most ``max_tokens`` padded tokens) or one batch.
         depth: K >= 1.
         feed: "text" for replay, "own" for probes of deployed behaviour.
+        temperatures: keep what sampled drafts at these draft temperatures are accepted by (see :class:`DraftLogits`);
+            none: arg-max drafts only.
+        top: largest logits kept with it; any draft temperature is exact for a draft top_k up to so many.
         max_tokens: size of a batch; results do not depend on it beyond rounding.
         progress: called with ("drafting", sequences done, sequences).
     """
@@ -127,19 +209,29 @@ def all_starts(
     check_fits(drafter, data)
     if not len(data):
         raise DriftlabError("there is no sequence to draft for")
+    if temperatures and (feed != "text" or top < 1 or min(temperatures) <= 0):
+        raise DriftlabError(
+            f'temperatures {list(temperatures)} (above 0) with top {top} (at least 1) are kept along the text: feed="text"'
+        )
     device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
     drafts = []
     done = 0
     for batch in [data] if isinstance(data, Batch) else data.batches(max_tokens):
         batch = batch.to(device, dtype)
-        tokens = [
-            greedy_tokens(drafter, state.normed) if drafted is None else drafted
-            for state, drafted in unroll(drafter, batch, depth, feed=feed)
-        ]
+        tokens, kept = [], []
+        for state, drafted in unroll(drafter, batch, depth, feed=feed):
+            tokens.append(greedy_tokens(drafter, state.normed) if drafted is None else drafted)
+            if temperatures:
+                wanted = text_at(batch, state.starts.rows + state.depth + 1)
+                kept.append(_kept_logits(drafter, state.normed, wanted, temperatures, top))
         starts = batch.starts
         digests = tuple(text_digest(row[:n]) for row, n in zip(batch.tokens.cpu(), batch.lengths.tolist(), strict=True))
         drafted = torch.stack(tokens, -1).cpu()
-        drafts.append(Draft(drafted, starts.rows.cpu(), starts.valid.cpu(), batch.ids, feed, digests))
+        logits = None
+        if kept:
+            parts = [torch.stack(part, 2).cpu() for part in zip(*kept, strict=True)]
+            logits = DraftLogits(*parts, tuple(float(t) for t in temperatures))
+        drafts.append(Draft(drafted, starts.rows.cpu(), starts.valid.cpu(), batch.ids, feed, digests, logits))
         done += len(batch)
         progress("drafting", done, len(data))
     return _joined(drafts)
@@ -193,17 +285,25 @@ class Chain:
         self.rows = total
 
     @torch.no_grad()
-    def draft(self, depth: int) -> Int[Tensor, "batch depth"]:
-        """Draft ``depth`` tokens (target ids) greedily after the last ``extend``."""
+    def draft(self, depth: int, choose: Callable[[Tensor], Tensor] | None = None) -> Int[Tensor, "batch depth"]:
+        """Draft ``depth`` tokens (target ids) after the last ``extend``: arg max, or what ``choose`` takes.
+
+        ``choose``: given draft logits [batch draft_vocab], returns draft ids [batch].
+        """
         check_depth(depth)
         if self._state is None:
             raise DriftlabError("extend() the chain with context rows before drafting")
-        state, tokens = self._state, [greedy_tokens(self.drafter, self._state.normed)]
-        check_finite(state)
-        while len(tokens) < depth:
-            state = self.drafter.next(state, tokens[-1])
+        state, tokens = self._state, []
+        while True:
             check_finite(state)
-            tokens.append(greedy_tokens(self.drafter, state.normed))
+            if choose is None:
+                tokens.append(greedy_tokens(self.drafter, state.normed))
+            else:
+                chosen = choose(self.drafter.logits(state.normed[:, 0]))
+                tokens.append(self.drafter.to_target(chosen)[:, None])
+            if len(tokens) == depth:
+                break
+            state = self.drafter.next(state, tokens[-1])
         self._state = None
         return torch.cat(tokens, 1)
 
@@ -263,14 +363,23 @@ def _joined(drafts: Sequence[Draft]) -> Draft:
         return drafts[0]
     starts = max(d.rows.shape[1] for d in drafts)
 
-    def padded(name: str) -> Tensor:
-        parts = []
-        for draft in drafts:
-            value = getattr(draft, name)
-            padding = value.new_zeros(value.shape[0], starts - value.shape[1], *value.shape[2:])
-            parts.append(torch.cat([value, padding], 1))
-        return torch.cat(parts)
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        padded = []
+        for part in parts:
+            padding = part.new_zeros(part.shape[0], starts - part.shape[1], *part.shape[2:])
+            padded.append(torch.cat([part, padding], 1))
+        return torch.cat(padded)
 
-    ids = tuple(name for draft in drafts for name in draft.ids)
-    digests = tuple(digest for draft in drafts for digest in draft.digests)
-    return Draft(padded("tokens"), padded("rows"), padded("valid"), ids, drafts[0].feed, digests)
+    logits, first = None, drafts[0].logits
+    if first is not None:
+        names = ("text", "top", "lse")
+        logits = DraftLogits(*(joined([getattr(d.logits, n) for d in drafts]) for n in names), first.temperatures)
+    return Draft(
+        tokens=joined([d.tokens for d in drafts]),
+        rows=joined([d.rows for d in drafts]),
+        valid=joined([d.valid for d in drafts]),
+        ids=tuple(name for draft in drafts for name in draft.ids),
+        feed=drafts[0].feed,
+        digests=tuple(digest for draft in drafts for digest in draft.digests),
+        logits=logits,
+    )

@@ -12,10 +12,10 @@ from driftlab.drafter import Drafter
 from driftlab.probes import AttentionMass, SinkSearch, StateNorm, drafter_settings
 from driftlab.progress import Progress, silent
 from driftlab.results import VARYING, as_rows, combine
-from driftlab.simulation import Simulation, simulate
+from driftlab.simulation import Expected, Simulation, simulate
 from driftlab.trajectory import Trajectory
 
-MIXED = (*VARYING, "feed", "starts", "rule")
+MIXED = (*VARYING, "feed", "starts", "rule", "draft_temperature", "draft_top_k")
 """What may differ between the rows of one table: drafters, and which starts and feed a quantity is defined on."""
 
 
@@ -30,6 +30,8 @@ def settings(drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int,
         "drafting": "chain",
         "feed": feed,
         "temperature": recorded["temperature"],
+        "top_k": recorded["top_k"],
+        "top_p": recorded["top_p"],
         "template": recorded["template"],
         "seed": recorded["seed"],
     }
@@ -42,19 +44,37 @@ def replay_rows(
     *,
     depth: int,
     match_depth: int | None = None,
+    rule: str = "argmax",
+    draft_temperature: float | None = None,
+    draft_top_k: int = 0,
     progress: Progress = silent,
-) -> tuple[pd.DataFrame, Simulation]:
-    """Replay greedy drafting of K = ``depth`` tokens a round; return its rows and the simulation itself.
+) -> tuple[pd.DataFrame, Simulation | Expected]:
+    """Replay drafting of K = ``depth`` tokens a round, arg-max or sampled (``rule="rejection"``); return rows and simulation.
 
     ``match`` rows are over all starts (to ``match_depth`` if that is deeper: match does not depend on K), the acceptance
     rows and tau over the rounds of the walk; ``starts`` says which.
     """
-    draft = all_starts(drafter, trajectory, max(depth, match_depth or 0), feed="text", progress=progress)
-    simulation = simulate(accept(draft.upto(depth), trajectory))
+    temperatures: tuple[float, ...] = ()
+    if rule == "rejection":
+        temperatures = (draft_temperature or trajectory.settings["temperature"] or 1.0,)
+    draft = all_starts(
+        drafter,
+        trajectory,
+        max(depth, match_depth or 0),
+        feed="text",
+        temperatures=temperatures,
+        top=max(1, draft_top_k),
+        progress=progress,
+    )
+    sampled: dict[str, Any] = {"rule": rule, "draft_temperature": draft_temperature, "draft_top_k": draft_top_k}
+    simulation = simulate(accept(draft.upto(depth), trajectory, **sampled))
     records = [record for record in simulation.records() if record["quantity"] != "match"]
-    records += accept(draft, trajectory).records()
-    common = {**settings(drafter, trajectory, name, depth=depth, feed="text"), "rule": simulation.acceptance.rule}
-    over_all = ("match", "all_starts_mean")
+    records += [record for record in accept(draft, trajectory).records() if record["quantity"] == "match"]
+    common = {**settings(drafter, trajectory, name, depth=depth, feed="text"), "rule": rule}
+    if rule == "rejection":
+        common["draft_temperature"] = simulation.acceptance.drafting[0]
+        common["draft_top_k"] = draft_top_k
+    over_all = ("match", "all_starts_mean", "accept_all_starts")
     frames = [
         as_rows([r for r in records if (r["quantity"] in over_all) == everywhere], **common, starts=starts)
         for everywhere, starts in ((True, "all"), (False, "walk"))

@@ -126,10 +126,14 @@ class AttentionMass(Probe):
     ``recent``: windows w; each counts the last w keys whatever their segment, so it is defined at depth 1 too. The null
     line of SELF, ``mass_self_null``, at depth k is the depth-1 attention of the row at the same position, its last k - 1
     keys relabelled: what SELF would get if own keys were treated like the rows that verified tokens leave there.
+    ``entropy=False`` leaves the entropy out, which costs more than the masses.
     """
 
-    def __init__(self, drafter: Drafter, *, recent: tuple[int, ...] = (8,), null_depth: int = 16) -> None:
+    def __init__(
+        self, drafter: Drafter, *, recent: tuple[int, ...] = (8,), null_depth: int = 16, entropy: bool = True
+    ) -> None:
         super().__init__(drafter)
+        self.entropy = entropy
         if any(type(w) is not int or w < 1 for w in recent) or null_depth < 1:
             raise DriftlabError(
                 f"recent={recent}, null_depth={null_depth}: windows are whole numbers >= 1, null_depth >= 1"
@@ -148,7 +152,8 @@ class AttentionMass(Probe):
             attention.recent_windows = tuple(sorted(windows.union(attention.recent_windows)))
             self._watch(f"{prefix}.hook_visible", lambda v, hook, i=index: self._visible.__setitem__(i, v))
             self._watch(f"{prefix}.hook_mass", lambda v, hook, i=index: self._on_mass(v, hook.depth, i))
-            self._watch(f"{prefix}.hook_entropy", lambda v, hook, i=index: self._on_entropy(v, hook.depth, i))
+            if self.entropy:
+                self._watch(f"{prefix}.hook_entropy", lambda v, hook, i=index: self._on_entropy(v, hook.depth, i))
             self._watch(f"{prefix}.hook_recent", lambda v, hook, i=index: self._on_recent(v, hook.depth, i))
 
     def on_run(self) -> None:

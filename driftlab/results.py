@@ -1,8 +1,9 @@
 """Numbers leave as rows: one tidy frame, one observation a row, every row with the settings that make it comparable.
 
-A value is a ratio pooled over ``n`` starts, rounds or tokens, so the mean weighted by ``n`` over any of the keys is the
-pooled ratio again: ``sum(value * n) / sum(n)``. A missing value is NaN and leaves every mean together with its ``n``;
-it is never 0. Intervals come from a bootstrap over prompts, the independent units; the starts of one prompt are not.
+A value is a ratio pooled over ``n`` starts, rounds or tokens (an expected number of them where chance decides), so the
+mean weighted by ``n`` over any of the keys is the pooled ratio again: ``sum(value * n) / sum(n)``. A missing value is NaN
+and leaves every mean together with its ``n``; it is never 0. Intervals come from a bootstrap over prompts, the independent
+units; the starts of one prompt are not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import pyarrow.parquet as pq
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic, write_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CSV_HEAD = "# driftlab rows v"
 PARQUET_KEY = b"driftlab_rows"
 
@@ -41,6 +42,10 @@ SETTINGS = {
     "feed": "str",
     "starts": "str",
     "temperature": "float64",
+    "top_k": "int64",
+    "top_p": "float64",
+    "draft_temperature": "float64",
+    "draft_top_k": "int64",
     "template": "str",
     "dtype": "str",
     "ttt": "int64",
@@ -56,14 +61,15 @@ KEYS = {
     "window": "int64",
     "quantity": "str",
 }
-COLUMNS = {**SETTINGS, **KEYS, "value": "float64", "n": "int64", "low": "float64", "high": "float64"}
+COLUMNS = {**SETTINGS, **KEYS, "value": "float64", "n": "float64", "low": "float64", "high": "float64"}
 REQUIRED = ("quantity", "value")
 MAY_BE_MISSING = ("value", "low", "high")
 NEUTRAL: dict[str, Any] = {
     **{name: {"str": "", "bool": False, "int64": 0, "float64": 0.0}[dtype] for name, dtype in COLUMNS.items()},
     "layer": -1,
     "head": -1,
-    "n": 1,
+    "top_p": 1.0,
+    "n": 1.0,
     "low": np.nan,
     "high": np.nan,
 }

@@ -5,6 +5,13 @@ accepts a drafts emits them and the target's own next token, and the next round 
 
     tau = sum of emitted tokens / sum of verify rounds,  pooled over prompts.
 
+For sampled drafts a round at row t accepts exactly a drafts with a probability that the text determines (see
+:mod:`driftlab.acceptance`), and whether a round starts at a row follows a renewal recursion,
+
+    v[0] = 1,   v[i + a + 1] += v[i] P_i(a),        E[rounds | text] = sum of v,
+
+so tau = tokens / E[rounds | text]: the exact conditional expectation of what an engine does by chance, given its text.
+
 The prefill and its token are outside. A round that ends at EOS counts, with what it emitted (no bonus token after an
 accepted EOS). A round that the length limit cuts does not: its accept length is unknown. The mean over all starts is a
 larger number, since rounds start where the last draft failed: it is ``all_starts_mean``, never tau.
@@ -19,7 +26,8 @@ from typing import Any, Literal
 import numpy as np
 
 from driftlab.acceptance import Acceptance, share
-from driftlab.results import Interval, bootstrap_ratio, pooled_ratio
+from driftlab.errors import DriftlabError
+from driftlab.results import Interval, bootstrap_difference, bootstrap_ratio, pooled_ratio
 
 End = Literal["bonus", "eos", "cut"]
 
@@ -92,9 +100,7 @@ class Simulation:
     @property
     def all_starts_mean(self) -> float:
         """1 + mean accept length over every start that has K comparable depths: not what a decoder achieves."""
-        full = self.acceptance.valid[..., -1]
-        lengths = self.acceptance.accept_length[full]
-        return float(lengths.float().mean()) + 1 if len(lengths) else float("nan")
+        return _all_starts_mean(self.acceptance)
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield tidy rows: per prompt emitted and rounds; per prompt and depth match and acceptance; pooled tau."""
@@ -109,16 +115,93 @@ class Simulation:
                 passed = sum(r.accepted >= k for r in rounds)
                 yield {**key, "depth": k, "quantity": "accept_unconditional", **share(passed, len(rounds))}
                 yield {**key, "depth": k, "quantity": "accept_conditional", **share(passed, reached)}
-        tau = self.tau_interval()
-        pooled = {"value": tau.value, "low": tau.low, "high": tau.high, "n": int(self.verify_rounds.sum())}
-        yield {"prompt": "", "quantity": "tau", **pooled}
-        yield {"prompt": "", "quantity": "tau_uncensored", "value": self.tau_uncensored, "n": pooled["n"]}
-        full = int(self.acceptance.valid[..., -1].sum())
-        yield {"prompt": "", "quantity": "all_starts_mean", "value": self.all_starts_mean, "n": full}
+        yield from _pooled_records(self)
 
 
-def simulate(acceptance: Acceptance) -> Simulation:
-    """Walk every sequence of an acceptance table."""
+@dataclass(frozen=True)
+class Expected:
+    """What the rounds of sampled drafting amount to, in expectation over the drafts and the verifier's dice, given the text.
+
+    Same names as :class:`Simulation`; counts are expectations. ``starts[i] [row]``: probability that a round starts at each
+    answer row of prompt i (v above), the attribution of every round to its place.
+    """
+
+    acceptance: Acceptance
+    starts: tuple[np.ndarray, ...]
+    means: np.ndarray
+    """[prompt, quantity]: rounds, emitted, then passed and reached at depths 1..K"""
+    variances: np.ndarray
+    """of the same, over drafts and dice"""
+    uncensored: tuple[float, float]
+    """emitted and rounds over the starts that :attr:`tau_uncensored` keeps"""
+
+    @property
+    def depth(self) -> int:
+        """Number of draft steps K."""
+        return self.acceptance.depth
+
+    @property
+    def emitted(self) -> np.ndarray:
+        """Expected tokens emitted by the rounds that count, per prompt."""
+        return self.means[:, 1]
+
+    @property
+    def verify_rounds(self) -> np.ndarray:
+        """Expected rounds that count, per prompt."""
+        return self.means[:, 0]
+
+    @property
+    def tau(self) -> float:
+        """Expected tokens per expected verify round, pooled over prompts."""
+        return pooled_ratio(self.emitted, self.verify_rounds)
+
+    def tau_interval(self, samples: int = 2000, seed: int = 0) -> Interval:
+        """tau with its 95 % interval by bootstrap over prompts."""
+        return bootstrap_ratio(self.emitted, self.verify_rounds, samples=samples, seed=seed)
+
+    @property
+    def tau_uncensored(self) -> float:
+        """As :attr:`Simulation.tau_uncensored`."""
+        emitted, rounds = self.uncensored
+        return pooled_ratio(np.array([emitted]), np.array([rounds]))
+
+    @property
+    def all_starts_mean(self) -> float:
+        """1 + mean expected accept length over every start that has K comparable depths: not what a decoder achieves."""
+        return _all_starts_mean(self.acceptance)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows that :meth:`Simulation.records` yields."""
+        yield from self.acceptance.records()
+        for i, (name, category) in enumerate(zip(self.acceptance.ids, self.acceptance.categories, strict=True)):
+            key, (rounds, emitted, *by_depth) = {"prompt": name, "category": category}, self.means[i].tolist()
+            yield {**key, "quantity": "emitted", "value": emitted, "n": rounds}
+            yield {**key, "quantity": "rounds", "value": rounds, "n": 1}
+            for k in range(1, self.depth + 1):
+                passed, reached = by_depth[k - 1], by_depth[self.depth + k - 1]
+                yield {**key, "depth": k, "quantity": "accept_unconditional", **share(passed, rounds)}
+                yield {**key, "depth": k, "quantity": "accept_conditional", **share(passed, reached)}
+        yield from _pooled_records(self)
+
+
+def _pooled_records(simulation: Simulation | Expected) -> Iterator[dict[str, Any]]:
+    tau = simulation.tau_interval()
+    pooled = {"value": tau.value, "low": tau.low, "high": tau.high, "n": simulation.verify_rounds.sum().item()}
+    yield {"prompt": "", "quantity": "tau", **pooled}
+    yield {"prompt": "", "quantity": "tau_uncensored", "value": simulation.tau_uncensored, "n": pooled["n"]}
+    full = int(simulation.acceptance.valid[..., -1].sum())
+    yield {"prompt": "", "quantity": "all_starts_mean", "value": simulation.all_starts_mean, "n": full}
+
+
+def _all_starts_mean(acceptance: Acceptance) -> float:
+    lengths = acceptance.accept_length[acceptance.valid[..., -1]]
+    return float(lengths.double().mean()) + 1 if len(lengths) else float("nan")
+
+
+def simulate(acceptance: Acceptance) -> Any:
+    """Walk every sequence of an acceptance table: a :class:`Simulation` of arg-max drafts, :class:`Expected` of sampled."""
+    if acceptance.rule == "rejection":
+        return _expect(acceptance)
     lengths, remaining = acceptance.accept_length.tolist(), acceptance.remaining.tolist()
     rows = acceptance.rows[:, 0].tolist()
     walks = [
@@ -126,6 +209,85 @@ def simulate(acceptance: Acceptance) -> Simulation:
         for i in range(len(acceptance.ids))
     ]
     return Simulation(tuple(walks), acceptance)
+
+
+def difference(a: Simulation | Expected, b: Simulation | Expected, *, samples: int = 2000, seed: int = 0) -> Interval:
+    """tau of ``a`` minus tau of ``b`` on the same prompts, paired, with its 95 % interval by bootstrap over prompts.
+
+    Raises:
+        DriftlabError: for other prompts or another order of them.
+    """
+    if a.acceptance.ids != b.acceptance.ids:
+        raise DriftlabError("a paired difference is over the same prompts in the same order")
+    return bootstrap_difference(a.emitted, a.verify_rounds, b.emitted, b.verify_rounds, samples=samples, seed=seed)
+
+
+def _expect(acceptance: Acceptance) -> Expected:
+    probability, remaining = acceptance.probability.numpy(), acceptance.remaining.tolist()
+    prompts = [
+        renewal(probability[i], remaining[i], stopped=acceptance.finish[i] == "stop")
+        for i in range(len(acceptance.ids))
+    ]
+    emitted = rounds = 0.0
+    lengths = acceptance.probability.cumprod(-1).sum(-1).numpy()
+    for i, (v, _, _) in enumerate(prompts):
+        for start, left in enumerate(remaining[i][: len(v)]):
+            if left and (acceptance.finish[i] == "stop" or left > acceptance.depth):
+                # an accepted EOS has no bonus token
+                all_left = float(np.prod(probability[i][start, :left])) if left <= acceptance.depth else 0.0
+                emitted, rounds = emitted + v[start] * (lengths[i][start] + 1 - all_left), rounds + v[start]
+    return Expected(
+        acceptance=acceptance,
+        starts=tuple(v for v, _, _ in prompts),
+        means=np.stack([means for _, means, _ in prompts]),
+        variances=np.stack([variances for _, _, variances in prompts]),
+        uncensored=(emitted, rounds),
+    )
+
+
+def renewal(
+    probability: np.ndarray, remaining: Sequence[int], *, stopped: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Moments of the rounds of one sequence whose drafts are accepted by chance.
+
+    Args:
+        probability: [start, depth], of accepting each draft given that all before it were accepted.
+        remaining: text tokens after the one that each start already has; the sequence ends at the first 0.
+        stopped: whether the text ends in EOS; otherwise in the length limit, and a round that runs into it does not count.
+
+    Returns:
+        v [start], the probability that a round starts there; mean and variance of [rounds, emitted, passed at depth 1..K,
+        reached at depth 1..K]. Given its start a round is independent of what came before, so the second moments follow a
+        recursion of their own: E[(r + R)^2] = r^2 + 2 r E[R] + E[R^2], R the sum from the next start on.
+    """
+    depth = probability.shape[1]
+    count = next((i for i, left in enumerate(remaining) if left == 0), len(remaining))
+    ks = np.arange(1, depth + 1)
+    bonus = np.array([[1, a + 1, *(a >= ks), *(a >= ks - 1)] for a in range(depth + 1)], dtype=np.float64)
+    v, (first, second) = np.zeros(count), np.zeros((2, count + 1, 2 + 2 * depth))
+    chances = []
+    for start in range(count):
+        reach = min(depth, remaining[start])
+        chance = np.concatenate([[1.0], np.cumprod(probability[start, :reach])])
+        chance[:-1] *= 1 - probability[start, :reach]
+        chances.append(chance)
+    for start in reversed(range(count)):
+        chance, left = chances[start], remaining[start]
+        n = min(len(chance), left)  # outcomes that end in the target's own token
+        reward, later = bonus[:n], first[start + 1 : start + 1 + n]
+        first[start] = chance[:n] @ (reward + later)
+        second[start] = chance[:n] @ (reward**2 + 2 * reward * later + second[start + 1 : start + 1 + n])
+        if len(chance) > left and stopped:
+            # all that is left was accepted: EOS, without the target's own token (else the limit cut the round: no reward)
+            ended = np.array([1, left, *(left >= ks), *(left >= ks)], dtype=np.float64)
+            first[start] += chance[left] * ended
+            second[start] += chance[left] * ended**2
+    if count:
+        v[0] = 1
+    for start in range(count):
+        n = min(len(chances[start]), remaining[start], count - start - 1)
+        v[start + 1 : start + 1 + n] += v[start] * chances[start][:n]
+    return v, first[0], np.maximum(second[0] - first[0] ** 2, 0)
 
 
 def walk(accept_lengths: Sequence[int], remaining: Sequence[int], *, first_row: int, stopped: bool) -> Iterator[Round]:

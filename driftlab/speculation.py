@@ -2,7 +2,10 @@
 
 After a round the drafter's keys of the accepted tokens are made again from the target's states (engines that keep the
 drafter's own lose 8-15 % of accept length: vLLM#14649). Greedy: the text is that of plain decoding, token for token, as
-far as the target's arithmetic does not depend on how many tokens it sees at once; in float32 it does not.
+far as the target's arithmetic does not depend on how many tokens it sees at once; in float32 it does not. Sampled: the
+text has the target's distribution. A draft x is accepted with probability min(1, p(x) / q(x)); where one is not, the
+token is drawn from the positive part of p - q (Leviathan et al. 2023). p and q are processed; arg-max drafts have a
+one-hot q.
 """
 
 from __future__ import annotations
@@ -12,13 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from driftlab.draft import Chain, check_depth
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
+from driftlab.sampling import Sampling, draw
 from driftlab.simulation import Round
 from driftlab.target import Target
 from driftlab.target.adapter import allow_crop, crop
+from driftlab.target.sampling import streams
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,19 @@ class Live:
 
 
 @torch.inference_mode()
-def speculate(target: Target, drafter: Drafter, prompt_ids: Sequence[int], *, depth: int, max_new_tokens: int) -> Live:
-    """Decode one prompt greedily with speculation.
+def speculate(
+    target: Target,
+    drafter: Drafter,
+    prompt_ids: Sequence[int],
+    *,
+    depth: int,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    rule: str = "argmax",
+    draft_temperature: float | None = None,
+    draft_top_k: int = 0,
+) -> Live:
+    """Decode one prompt with speculation.
 
     Args:
         target: verifies.
@@ -43,11 +61,26 @@ def speculate(target: Target, drafter: Drafter, prompt_ids: Sequence[int], *, de
         prompt_ids: the prompt's tokens, e.g. ``trajectory.tokens(i)[:prompt_length].tolist()``.
         depth: K.
         max_new_tokens: length limit.
+        sampling: the target's; default greedy. Its seed decides drafts and dice as well.
+        rule: "argmax" drafts the most probable tokens, "rejection" samples them.
+        draft_temperature: of sampled drafts; default the target's.
+        draft_top_k: cut of the draft distribution; 0: none.
 
     Raises:
-        DriftlabError: an empty prompt, no token asked for, or a drafter that reads other states than the target captures.
+        DriftlabError: an empty prompt, no token asked for, a drafter that reads other states than the target captures, or
+            sampled drafts without a temperature.
     """
     check_depth(depth)
+    sampling = sampling or Sampling()
+    drafting = None
+    if rule == "rejection":
+        drafting = Sampling(sampling.temperature if draft_temperature is None else draft_temperature, draft_top_k)
+        if drafting.temperature == 0:
+            raise DriftlabError('rule="rejection" samples drafts: give a draft_temperature above 0')
+    elif rule != "argmax" or draft_temperature or draft_top_k:
+        raise DriftlabError(
+            f'rule {rule!r}: choose "argmax" or "rejection"; draft_temperature and draft_top_k belong to rejection'
+        )
     if len(prompt_ids) + max_new_tokens > target.spec.max_positions:
         raise DriftlabError(
             f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones are beyond the target's "
@@ -62,14 +95,24 @@ def speculate(target: Target, drafter: Drafter, prompt_ids: Sequence[int], *, de
             f"the drafter reads target states {list(drafter.config.aux_layers)}, the target captures "
             f"{list(target.aux_layers)}: load the target with aux_layers={list(drafter.config.aux_layers)}"
         )
-    loop = _Loop(target, drafter, list(prompt_ids), max_new_tokens)
+    loop = _Loop(target, drafter, list(prompt_ids), max_new_tokens, sampling, drafting)
     while not loop.finish:
         loop.round(depth)
     return Live(tuple(loop.answer), tuple(loop.rounds), loop.finish, loop.seconds)
 
 
 class _Loop:
-    def __init__(self, target: Target, drafter: Drafter, prompt: list[int], limit: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        prompt: list[int],
+        limit: int,
+        sampling: Sampling,
+        drafting: Sampling | None,
+    ) -> None:
+        self.sampling, self.drafting, self.drafter = sampling, drafting, drafter
+        (self.dice,) = streams([prompt], sampling.seed)
         self.adapter, self.layers, self.eos = target.adapter, target.aux_layers, set(target.spec.eos_ids)
         self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
         self.chain = Chain(drafter, prompt_lengths=[len(prompt)])
@@ -77,23 +120,23 @@ class _Loop:
         self.limit, self.answer, self.rounds, self.finish = limit, [], [], ""
         self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
         began = time.perf_counter()
-        choice, aux = self._forward(prompt, 0)
+        logits, aux = self._forward(prompt, 0)
         allow_crop(self.cache)
-        self._emit([choice[-1]])
-        self._extend([*prompt[1:], choice[-1]], aux)
+        first = self._choose(logits[-1:])
+        self._emit([first])
+        self._extend([*prompt[1:], first], aux)
         self.seconds["prefill"] = time.perf_counter() - began
         self.committed = len(prompt)
 
     def round(self, depth: int) -> None:
         """Draft, verify, commit."""
         row, began = self.chain.rows - 1, time.perf_counter()
-        drafts = self.chain.draft(depth)[0].tolist()
+        self.q: list[Tensor] = []
+        drafts = self.chain.draft(depth, None if self.drafting is None else self._sample_draft)[0].tolist()
         drafted = time.perf_counter()
-        choice, aux = self._forward([self.answer[-1], *drafts], self.committed)
-        accepted = 0
-        while accepted < depth and drafts[accepted] == choice[accepted]:
-            accepted += 1
-        emitted = [*drafts[:accepted], choice[accepted]]
+        logits, aux = self._forward([self.answer[-1], *drafts], self.committed)
+        accepted, last = self._verify(drafts, logits)
+        emitted = [*drafts[:accepted], last]
         kept = self._emit(emitted)
         end = "bonus" if kept == len(emitted) else "eos" if self.answer[-1] in self.eos else "cut"
         self.rounds.append(Round(row, accepted if end == "bonus" else kept, kept, end))
@@ -104,14 +147,45 @@ class _Loop:
         self.seconds["draft"] += drafted - began
         self.seconds["verify"] += time.perf_counter() - drafted
 
-    def _forward(self, tokens: list[int], start: int) -> tuple[list[int], torch.Tensor]:
-        """Run the target on ``tokens`` at positions ``start``...; return its arg max after each, and the aux states."""
+    def _verify(self, drafts: list[int], logits: Float[Tensor, "token vocab"]) -> tuple[int, int]:
+        """Return how many drafts are accepted, and the token that follows them."""
+        if self.sampling.temperature == 0 and self.drafting is None:
+            choice = logits.argmax(-1).tolist()
+            accepted = next((i for i, token in enumerate(drafts) if token != choice[i]), len(drafts))
+            return accepted, choice[accepted]
+        for i, token in enumerate(drafts):
+            p = self.sampling.process(logits[i : i + 1])[0].double().cpu()
+            q = self.q[i] if self.drafting else torch.zeros_like(p).index_fill_(0, torch.tensor([token]), 1)
+            if self._roll() * float(q[token]) < float(p[token]):
+                continue
+            return i, int(draw((p - q).clamp(min=0)[None], self._roll())[0])
+        return len(drafts), self._choose(logits[-1:])
+
+    def _sample_draft(self, logits: Float[Tensor, "one draft_vocab"]) -> Tensor:
+        """Draw a draft id, and keep q over the target's vocabulary."""
+        q = self.drafting.process(logits.double())
+        wide = q.new_zeros(self.drafter.config.vocab_size).index_copy_(0, self.drafter.draft_vocab, q[0])
+        self.q.append(wide.cpu())
+        return draw(q.cpu(), self._roll()).to(logits.device)
+
+    def _choose(self, logits: Float[Tensor, "one vocab"]) -> int:
+        """Take the target's own next token."""
+        if self.sampling.temperature == 0:
+            return int(logits.argmax(-1))
+        return int(draw(self.sampling.process(logits).cpu(), self._roll())[0])
+
+    def _roll(self) -> Tensor:
+        """Return one uniform number, [1]."""
+        return torch.rand(1, generator=self.dice, dtype=torch.float64)
+
+    def _forward(self, tokens: list[int], start: int) -> tuple[Tensor, Tensor]:
+        """Run the target on ``tokens`` at positions ``start``...; return its logits after each, and the aux states."""
         ids = torch.tensor([tokens], device=self.adapter.device)
         positions = torch.arange(start, start + len(tokens), device=self.adapter.device)[None]
         with self.adapter.capturing(self.layers) as states:
             hidden = self.adapter.hidden(ids, cache=self.cache, positions=positions)
         aux = torch.stack([states[k].to(self.device, self.dtype) for k in self.layers], 2)
-        return self.adapter.logits(hidden)[0].argmax(-1).tolist(), aux
+        return self.adapter.logits(hidden)[0], aux
 
     def _emit(self, tokens: list[int]) -> int:
         """Append tokens up to EOS or the limit; return how many."""

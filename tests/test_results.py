@@ -66,7 +66,7 @@ def test_no_records_are_an_empty_frame_with_the_dtypes_of_a_full_one():
         ({"quantity": "tau", "value": 1.0}, {"temprature": 0.5}, "temprature"),
         ({"quantity": "tau", "value": 1.0, "seed": 1}, {"seed": 2}, "'seed' is both"),
         ({"quantity": "tau", "value": "high"}, {}, "'value' wants float64"),
-        ({"quantity": "tau", "value": 1.0, "n": 1.5}, {}, "'n' wants int64"),
+        ({"quantity": "tau", "value": 1.0, "n": "many"}, {}, "'n' wants float64"),
         ({"quantity": "tau", "value": 1.0, "depth": math.inf}, {}, "'depth' wants int64"),
         ({"quantity": "tau", "value": 1.0, "fc_norm": "False"}, {}, "'fc_norm' wants bool"),
         ({"quantity": "tau", "value": 1.0, "prompt": 7}, {}, "'prompt' wants str"),
@@ -153,9 +153,9 @@ def test_the_first_line_of_csv_is_the_version_and_another_version_is_refused(tmp
     path = tmp_path / "rows.csv"
     results.write_rows(path, sample())
     first, rest = path.read_text().split("\n", 1)
-    assert first == "# driftlab rows v1"
+    assert first == "# driftlab rows v2"
     path.write_text("# driftlab rows v99\n" + rest)
-    with pytest.raises(DriftlabError, match=r"rows\.csv: written as driftlab rows v99.*reads v1"):
+    with pytest.raises(DriftlabError, match=r"rows\.csv: written as driftlab rows v99.*reads v2"):
         results.read_rows(path)
     path.write_text(rest)
     with pytest.raises(DriftlabError, match="no driftlab format version"):
@@ -165,8 +165,8 @@ def test_the_first_line_of_csv_is_the_version_and_another_version_is_refused(tmp
 def test_another_version_of_parquet_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     table = pa.Table.from_pandas(sample(), preserve_index=False)
-    pq.write_table(table.replace_schema_metadata({results.PARQUET_KEY: "2"}), path)
-    with pytest.raises(DriftlabError, match="written as driftlab rows v2"):
+    pq.write_table(table.replace_schema_metadata({results.PARQUET_KEY: "3"}), path)
+    with pytest.raises(DriftlabError, match="written as driftlab rows v3"):
         results.read_rows(path)
     pq.write_table(table, path)
     with pytest.raises(DriftlabError, match="no driftlab format version"):
@@ -177,8 +177,8 @@ def test_broken_files_are_named(tmp_path):
     for name, content in {
         "a.parquet": b"PAR1 cut",
         "b.csv": b"\xff\xfe\x00",
-        "c.csv": b"# driftlab rows v1\n",
-        "d.csv": b"# driftlab rows v1\nvariant,depth\neagle3,deep\n",
+        "c.csv": b"# driftlab rows v2\n",
+        "d.csv": b"# driftlab rows v2\nvariant,depth\neagle3,deep\n",
     }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DriftlabError, match=name):

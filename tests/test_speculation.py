@@ -134,7 +134,7 @@ def test_the_verify_cache_holds_the_committed_text_and_nothing_else(varied_targe
     """Its keys after every round are those of one plain pass."""
     prompt, answer = prompt_of(varied_trajectory, 0), answer_of(varied_trajectory, 0)
     with torch.inference_mode():
-        loop = _Loop(varied_target, trained["eagle3"], prompt, 24)
+        loop = _Loop(varied_target, trained["eagle3"], prompt, 24, Sampling(), None)
         while not loop.finish:
             loop.round(3)
             committed = [*prompt, *answer][: loop.committed]

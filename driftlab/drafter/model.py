@@ -59,6 +59,15 @@ class DraftState:
     feedback: Float[Tensor, "batch start d_model"]
     """what the next depth receives"""
 
+    def pick(self, places: Int[Tensor, " some"]) -> DraftState:
+        """Return the state of some of the starts, given by their places on the start axis."""
+        starts = dataclasses.replace(self.starts, rows=self.starts.rows[:, places], valid=self.starts.valid[:, places])
+        kv = [
+            LayerKV(kv.k, kv.v, [k[:, :, places] for k in kv.own_k], [v[:, :, places] for v in kv.own_v])
+            for kv in self.kv
+        ]
+        return DraftState(kv, starts, self.depth, self.normed[:, places], self.feedback[:, places])
+
 
 class Drafter(HookedModule):
     """EAGLE-3 drafter. ``target`` (a Target, a Trajectory, or anything with ``.head``) lends embedding and head.
@@ -142,7 +151,7 @@ class Drafter(HookedModule):
 
     @classmethod
     def load(cls, path: str | Path, target: Any = None, *, aux_layers: Sequence[int] | None = None) -> Drafter:
-        """Load a checkpoint folder; see :func:`driftlab.drafter.checkpoint.load`."""
+        """Load a checkpoint folder, or a shipped drafter by name; see :func:`driftlab.drafter.checkpoint.load`."""
         from driftlab.drafter.checkpoint import load
 
         return load(path, target, aux_layers=None if aux_layers is None else tuple(aux_layers))

@@ -9,45 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from driftlab.errors import DriftlabError
+from driftlab.sampling import Sampling, draw
 from driftlab.target.adapter import Adapter
 
 _COMPACT_BELOW = 0.75
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise DriftlabError(f"{self}: temperature and top_k must be >= 0, top_p in (0, 1]")
-
-    def process(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
-        """Return the processed distribution: temperature, then top-k, then top-p, renormalised."""
-        scores = logits.double() / self.temperature
-        if self.top_k:
-            kth = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
-            scores = scores.masked_fill(scores < kth, -torch.inf)
-        p = scores.softmax(-1)
-        if self.top_p < 1:
-            ordered, order = p.sort(-1, descending=True)
-            # a token stays if the mass before it is below top_p: the first one always does
-            outside = ordered.cumsum(-1) - ordered >= self.top_p
-            p = p.masked_fill(outside.gather(-1, order.argsort(-1)), 0)
-            p = p / p.sum(-1, keepdim=True)
-        return p.to(logits.dtype)
 
 
 def streams(prompts: Sequence[Sequence[int]], seed: int) -> list[torch.Generator]:
@@ -69,12 +39,9 @@ def choose(
     """Choose one token per row: arg max, or inverse-CDF sampling with one uniform number from the row's stream."""
     if sampling.temperature == 0:
         return logits.argmax(-1).tolist()
-    p = sampling.process(logits).double().cpu()
     u = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
-    cumulative = p.cumsum(-1)
-    chosen = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
-    # a row that is not finite has no place for u; the recording names the state that is to blame
-    return chosen.clamp(max=p.shape[-1] - 1).tolist()
+    # rows that are not finite: the recording names the state that is to blame
+    return draw(sampling.process(logits).cpu(), u).tolist()
 
 
 @torch.inference_mode()
