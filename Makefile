@@ -32,8 +32,8 @@ figures: $(READY)  ## every figure of paper_figs/ from its committed table
 notebooks: $(READY)  ## run every notebook from top to bottom; the files are not changed
 	$(BIN)/python -m notebooks
 
-bench: $(READY)  ## speed, as ratios measured side by side in one run
-	$(BIN)/python experiments/bench_replay.py
+bench: $(READY)  ## speed, as ratios measured side by side in one run: replay, training, probes, import
+	$(BIN)/python experiments/bench.py
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info
