@@ -61,6 +61,7 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary = Path(name)
         temporary.chmod(0o666 & ~_umask())
         yield temporary
+        temporary.chmod(0o666 & ~_umask())  # safetensors puts a file of its own there, readable by its owner alone
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, path)

@@ -89,6 +89,16 @@ def test_a_new_file_has_the_mode_that_open_would_give(tmp_path, umask, mode):
     assert stat.S_IMODE((tmp_path / "file.txt").stat().st_mode) == mode
 
 
+def test_a_writer_that_replaces_the_file_does_not_decide_its_mode(tmp_path):
+    """safetensors renames a file of its own, with mode 600, to the path it is given: a shared drafter could not be read."""
+    with atomic(tmp_path / "a.bin") as temporary:
+        temporary.unlink()
+        temporary.touch(mode=0o600)
+    (tmp_path / "b.bin").touch()
+    assert stat.S_IMODE((tmp_path / "a.bin").stat().st_mode) == stat.S_IMODE((tmp_path / "b.bin").stat().st_mode)
+
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
