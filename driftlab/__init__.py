@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from driftlab.acceptance import Acceptance, accept
     from driftlab.draft import Chain, Draft, all_starts, chain
-    from driftlab.drafter import VARIANTS, Drafter, DrafterConfig
+    from driftlab.drafter import SHIPPED, VARIANTS, Drafter, DrafterConfig
     from driftlab.errors import DriftlabError
     from driftlab.plotting import (
         plot_acceptance,
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from driftlab.progress import ProgressBar
     from driftlab.prompts import Prompt, load_prompts
     from driftlab.results import read_rows, write_rows
-    from driftlab.simulation import Simulation, simulate
+    from driftlab.sampling import Sampling
+    from driftlab.simulation import Expected, Simulation, difference, simulate
     from driftlab.speculation import speculate
     from driftlab.target import Target
-    from driftlab.training import TrainConfig, choose_draft_vocab, train
+    from driftlab.training import TrainConfig, choose_draft_vocab, split, train
     from driftlab.trajectory import Trajectory
 
 _HOME = {
     "acceptance": ("Acceptance", "accept"),
     "draft": ("Chain", "Draft", "all_starts", "chain"),
-    "drafter": ("VARIANTS", "Drafter", "DrafterConfig"),
+    "drafter": ("SHIPPED", "VARIANTS", "Drafter", "DrafterConfig"),
     "errors": ("DriftlabError",),
     "plotting": (
         *("plot_acceptance", "plot_magnitude", "plot_mass", "plot_mass_grid", "plot_match", "plot_quantity"),
@@ -46,10 +47,11 @@ _HOME = {
     "progress": ("ProgressBar",),
     "prompts": ("Prompt", "load_prompts"),
     "results": ("read_rows", "write_rows"),
-    "simulation": ("Simulation", "simulate"),
+    "sampling": ("Sampling",),
+    "simulation": ("Expected", "Simulation", "difference", "simulate"),
     "speculation": ("speculate",),
     "target": ("Target",),
-    "training": ("TrainConfig", "choose_draft_vocab", "train"),
+    "training": ("TrainConfig", "choose_draft_vocab", "split", "train"),
     "trajectory": ("Trajectory",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

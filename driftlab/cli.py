@@ -18,7 +18,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 def demo(out: Path = Path("runs/demo"), device: str = "cpu") -> None:
-    """Record SmolLM2, train the four small drafters, replay and probe them, write report, panels and rows.
+    """Record SmolLM2, replay and probe the six shipped drafters, write report, panels and rows.
 
     Args:
         out: folder for report.html, summary.csv, rows.parquet and the panels.
@@ -34,8 +34,9 @@ def demo(out: Path = Path("runs/demo"), device: str = "cpu") -> None:
 def record(
     out: Positional[Path],
     prompts: str = "default",
+    self_prompts: int | None = None,
     target: str = "smollm2",
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -52,8 +53,10 @@ def record(
     Args:
         out: folder to write.
         prompts: a .jsonl or .json file (MT-Bench, ShareGPT or OpenAI shape), or "default": the project's 80.
+        self_prompts: let the target write that many user messages itself and answer them, in place of ``prompts``: training
+            text. States are then stored in bfloat16 by default.
         target: "smollm2", a Hugging Face id, or a local folder.
-        max_new_tokens: length limit of an answer.
+        max_new_tokens: length limit of an answer; default 128, with --self-prompts 192.
         temperature: 0 is greedy.
         top_k: 0 is off.
         top_p: 1 is off.
@@ -67,21 +70,30 @@ def record(
     """
     from driftlab.prompts import evenly, load_prompts
 
-    loaded = load_prompts(prompts)
-    loaded = loaded if limit is None else evenly(loaded, limit)
-    model = _target(target, device, dtype, aux_layers)
-    trajectory = model.record(
-        loaded,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        template=template,
-        out=out,
-        store_dtype=None if store_dtype is None else _dtype(store_dtype),
-        progress=_bar(),
-    )
+    store = {} if store_dtype is None else {"store_dtype": _dtype(store_dtype)}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    if self_prompts is not None:
+        if prompts != "default" or limit is not None or not template:
+            raise DriftlabError(
+                "--self-prompts makes its own prompts with the chat template: leave out the options of others"
+            )
+        model = _target(target, device, dtype, aux_layers)
+        trajectory = model.record_self_prompts(
+            self_prompts, max_new_tokens=192 if max_new_tokens is None else max_new_tokens, out=out, progress=_bar(), **sampling, **store
+        )
+    else:
+        loaded = load_prompts(prompts)
+        loaded = loaded if limit is None else evenly(loaded, limit)
+        model = _target(target, device, dtype, aux_layers)
+        trajectory = model.record(
+            loaded,
+            max_new_tokens=128 if max_new_tokens is None else max_new_tokens,
+            template=template,
+            out=out,
+            progress=_bar(),
+            **sampling,
+            **store,
+        )
     stops = sum(entry.finish == "stop" for entry in trajectory.entries)
     print(f"{out}: {len(trajectory)} sequences, {trajectory.answer_tokens} answer tokens, {stops} ended by EOS")
     print(f"target {trajectory.spec.label}; states {list(trajectory.aux_layers)}; sink {_sink_words(trajectory)}")
@@ -93,10 +105,17 @@ def train(
     variant: Literal["eagle3", "fc_norm", "norm_output", "eagle31"] = "eagle31",
     draft_vocab: int = 8192,
     ttt: int = 4,
+    loss: Literal["soft_ce", "kl", "alpha", "lambda"] = "soft_ce",
     lr: float = 1e-3,
     batch_size: int = 8,
+    accumulate: int = 1,
     epochs: float = 1.0,
+    negatives: int = 0,
+    stride: int = 1,
+    held_out: float = 0.05,
+    checked: int = 32,
     seed: int = 0,
+    order_seed: int | None = None,
     device: str = "cpu",
 ) -> None:
     """Train a drafter of a variant on a recording. Stopped at any moment, the same command goes on.
@@ -107,25 +126,52 @@ def train(
         variant: setting of the two switches.
         draft_vocab: size of the draft vocabulary, chosen on the recording.
         ttt: depths unrolled in training.
+        loss: soft cross-entropy, KL, or the acceptance losses alpha and lambda.
         lr: learning rate.
-        batch_size: sequences a step.
+        batch_size: sequences a micro-batch.
+        accumulate: micro-batches an optimiser step.
         epochs: passes over the recording.
-        seed: of the first weights and of the order of the data.
+        negatives: 0: exact sums over the draft vocabulary; else sample so many columns (faster).
+        stride: beyond depth 1 unroll one start in so many (faster).
+        held_out: share of the conversations that is not trained on; the weights with the largest tau there are kept. 0: none.
+        checked: held-out conversations measured at intervals.
+        seed: of the first weights and, by default, of the order of the data.
+        order_seed: of the order of the data.
         device: where to train.
     """
     from driftlab import VARIANTS, Drafter, TrainConfig, Trajectory, choose_draft_vocab
     from driftlab import train as run
     from driftlab.devices import usable_device
-    from driftlab.training import coverage
+    from driftlab.training import coverage, held_out_numbers, split
 
     trajectory = Trajectory.open(recording)
+    learning, held = split(trajectory, held_out) if held_out else (trajectory, None)
     size = min(draft_vocab, trajectory.spec.vocab_size)
-    vocab = choose_draft_vocab(trajectory, size)
+    vocab = choose_draft_vocab(learning, size)
     config = VARIANTS[variant].for_target(trajectory, draft_vocab_size=size)
     drafter = Drafter(config, trajectory, draft_vocab=vocab, seed=seed).to(usable_device(device))
-    settings = TrainConfig(ttt=ttt, lr=lr, batch_size=batch_size, epochs=epochs, seed=seed)
-    run(drafter, trajectory, settings, out=out, progress=_bar())
-    print(f"{out}: {variant}; the draft vocabulary holds {coverage(vocab, trajectory):.1%} of the recording's answers")
+    settings = TrainConfig(
+        ttt=ttt,
+        loss=loss,
+        lr=lr,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        epochs=epochs,
+        negatives=negatives,
+        stride=stride,
+        seed=seed if order_seed is None else order_seed,
+    )
+    few = None if held is None else held.subset(range(min(checked, len(held))))
+    run(drafter, learning, settings, out=out, held_out=few, progress=_bar())
+    print(
+        f"{out}: {variant}; the draft vocabulary holds {coverage(vocab, learning):.1%} of the answers trained on",
+        end="",
+    )
+    if few is None or held is None:
+        print("; nothing was held out")
+        return
+    numbers = ", ".join(f"{name} {value:.3f}" for name, value in held_out_numbers(drafter, few).items())
+    print(f" and {coverage(vocab, held):.1%} of those held out\n{len(few)} held-out conversations, K = 8: {numbers}")
 
 
 def probe(
@@ -142,7 +188,7 @@ def probe(
 
     Args:
         recording: folder that `driftlab record` wrote.
-        drafters: one or more drafter folders.
+        drafters: one or more drafter folders, or names of shipped drafters (smollm2-eagle31, ...).
         out: .parquet or .csv.
         depth: K.
         feed: own: the drafter's tokens (deployed behaviour); text: the recorded text.
@@ -173,31 +219,44 @@ def simulate(
     drafters: Positional[tuple[Path, ...]],
     out: Path = Path("runs/simulate.parquet"),
     depth: int = 8,
+    rule: Literal["argmax", "rejection"] = "argmax",
+    draft_temperature: float | None = None,
+    draft_top_k: int = 0,
     device: str = "cpu",
 ) -> None:
     """Replay drafters on a recording: tau with its interval, acceptance by depth. Exact, without the target.
 
+    With several drafters, differences of tau from the first are paired, with their own intervals.
+
     Args:
         recording: folder that `driftlab record` wrote.
-        drafters: one or more drafter folders.
+        drafters: one or more drafter folders, or names of shipped drafters (smollm2-eagle31, ...).
         out: .parquet or .csv.
         depth: K, drafted tokens a round.
+        rule: drafts are the arg max, or sampled ("rejection": in expectation, given the text).
+        draft_temperature: of sampled drafts; default the recording's.
+        draft_top_k: cut of the sampled drafts' distribution; 0: none.
         device: where the drafters run.
     """
-    from driftlab import Trajectory
+    from driftlab import Trajectory, difference
     from driftlab.measure import MIXED, replay_rows
     from driftlab.results import combine, provenance, write_rows
 
     trajectory = Trajectory.open(recording)
-    frames = [
-        replay_rows(_drafter(path, trajectory, device), trajectory, name, depth=depth, progress=_bar())[0]
+    options: dict[str, Any] = {"rule": rule, "draft_temperature": draft_temperature, "draft_top_k": draft_top_k}
+    replayed = {
+        name: replay_rows(_drafter(path, trajectory, device), trajectory, name, depth=depth, progress=_bar(), **options)
         for name, path in _named(drafters, out).items()
-    ]
-    rows = combine(frames, varying=MIXED)
-    write_rows(out, rows, provenance({"recording": recording.name, "depth": depth}))
+    }
+    rows = combine([frame for frame, _ in replayed.values()], varying=MIXED)
+    write_rows(out, rows, provenance({"recording": recording.name, "depth": depth, **options}))
     pooled = rows[rows["quantity"].isin(["tau", "all_starts_mean"])]
     columns = ["drafter", "variant", "quantity", "value", "low", "high", "n"]
     print(pooled[columns].to_string(index=False, float_format=lambda x: f"{x:.3f}"))
+    (first, (_, base)), *others = replayed.items()
+    for name, (_, simulation) in others:
+        gap = difference(simulation, base)
+        print(f"tau of {name} minus {first}, paired: {gap.value:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]")
     print(f"\ntau: emitted tokens / verify rounds, bonus token included, K = {depth}, 95 % over prompts; {out}")
 
 

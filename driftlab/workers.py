@@ -21,6 +21,11 @@ _POLL_SECONDS = 0.2
 _reports: Any = None
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def run_jobs(
     function: Callable[..., Any],
     jobs: Sequence[tuple[Any, ...]],
@@ -41,7 +46,7 @@ def run_jobs(
     Raises:
         The first exception of any job; jobs that have not started are then dropped.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     processes = min(processes or cores, len(jobs))
     context = multiprocessing.get_context("spawn")
     reports, state = context.Queue(), [(0, 1)] * len(jobs)

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from driftlab.errors import DriftlabError
+from driftlab.files import cache_dir
 from driftlab.progress import Progress, silent
 from driftlab.prompts import Prompt, encode, load_prompts
 from driftlab.target.adapter import Adapter, load_pretrained
+from driftlab.target.continuous import SelfJob, Source, record_self
 from driftlab.target.record import Job, run
 from driftlab.target.sampling import Sampling, continue_prompts, streams
 from driftlab.trajectory import TargetHead, TargetSpec, Trajectory
+from driftlab.workers import usable_cores
 
 __all__ = ["Sampling", "Target", "default_aux_layers"]
 
@@ -49,6 +52,7 @@ class Target:
         aux_layers: Sequence[int] | None = None,
     ) -> None:
         self.adapter = Adapter(model)
+        self._source: Source | None = None
         self.tokenizer = tokenizer
         self.spec: TargetSpec = self.adapter.spec(name, label or name, _eos_ids(model, tokenizer))
         self.aux_layers = tuple(default_aux_layers(self.spec.num_layers) if aux_layers is None else aux_layers)
@@ -94,9 +98,12 @@ class Target:
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-        return cls(
+        target = cls(
             model, tokenizer, name=name if label != Path(name).name else label, label=label, aux_layers=aux_layers
         )
+        if device_map is None and target.adapter.device.type == "cpu":
+            target._source = Source(name, dtype, revision, trust_remote_code)
+        return target
 
     @property
     def head(self) -> TargetHead:
@@ -114,7 +121,8 @@ class Target:
         seed: int = 0,
         template: bool = True,
         system: str | None = None,
-        answers: Sequence[str] | None = None,
+        answers: Sequence[str] | Sequence[Sequence[int]] | None = None,
+        own_answers: bool = False,
         out: str | Path | None = None,
         store_dtype: torch.dtype | None = None,
         piece_size: int = 16,
@@ -129,8 +137,9 @@ class Target:
             seed: of the sampling; each sequence has its own stream.
             template: render the tokenizer's chat template; off: the raw text.
             system: system message, in place of the prompt's own or the template's default.
-            answers: record these texts in place of generating (the target's own answers, or replay is not what the
-                target would say).
+            answers: record these texts, or token ids, in place of generating (the target's own answers, or replay is not what
+                the target would say).
+            own_answers: the given answers are the target's own, made with these sampling settings (by a live run, say).
             out: folder to write; default a folder of the cache named by content.
             store_dtype: of the aux states; default the target's. last_hidden is float32 always.
             piece_size: prompts decoded together and written together. It does not change the texts.
@@ -149,6 +158,8 @@ class Target:
         loaded = load_prompts(prompts)
         prompt_ids = [tuple(encode(p, self.tokenizer, template=template, system=system)) for p in loaded]
         answer_ids = None if answers is None else self._encode_answers(answers, loaded, max_new_tokens)
+        if own_answers and answers is None:
+            raise DriftlabError("own_answers says what the given answers are: pass answers= with it")
         self._check_lengths(loaded, prompt_ids, max_new_tokens)
         job = Job(
             spec=self.spec,
@@ -156,6 +167,7 @@ class Target:
             prompts=tuple(loaded),
             prompt_ids=tuple(prompt_ids),
             answers=answer_ids,
+            own_answers=own_answers or answers is None,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature, top_k, top_p, seed),
             template="chat" if template else "none",
@@ -171,14 +183,108 @@ class Target:
             progress=progress,
         )
 
+    def record_self_prompts(
+        self,
+        count: int,
+        *,
+        max_new_tokens: int = 192,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        user_tokens: int = 56,
+        user_temperature: float = 1.0,
+        user_top_k: int = 32,
+        slots: int = 96,
+        processes: int | None = None,
+        out: str | Path | None = None,
+        store_dtype: torch.dtype | None = torch.bfloat16,
+        progress: Progress = silent,
+    ) -> Trajectory:
+        """Let the target write user messages and answer them, and keep its states: text to train drafters on.
+
+        (Magpie, arXiv 2406.08464: the target continues its own chat template from where the user speaks.) One pass: the
+        states kept are those of the decoding. Stopped at any moment, the same call goes on; called with a larger count it
+        adds to what is there. Conversation i depends on the seed and i alone.
+
+        Args:
+            count: conversations, rounded up to a multiple of 32.
+            max_new_tokens: length limit of an answer.
+            temperature: of the answers, 0 greedy; ``top_k`` and ``top_p`` as in :meth:`record`.
+            top_k: see ``temperature``.
+            top_p: see ``temperature``.
+            seed: of user messages and answers.
+            user_tokens: messages that do not end within so many tokens are drawn again.
+            user_temperature: of the user's messages.
+            user_top_k: of the user's messages.
+            slots: conversations decoded together, by each process.
+            processes: on a CPU several processes of few threads, each with a copy of the target, are faster than one;
+                default one a core for a target that came from :meth:`load`, else 1.
+            out: folder; default one of the cache, named by content.
+            store_dtype: of the aux states; half the size in bfloat16. last_hidden is float32 always.
+            progress: called with ("self-prompts", conversations done, conversations).
+
+        Raises:
+            DriftlabError: no chat template, messages that never end, a model that cannot be decoded in slots, states that
+                are not finite, a folder with another recording. Finished pieces are kept.
+        """
+        if min(count, max_new_tokens, slots, user_tokens) < 1:
+            raise DriftlabError(
+                f"count {count}, max_new_tokens {max_new_tokens}, slots {slots} and user_tokens {user_tokens} must be at "
+                "least 1"
+            )
+        prefix, suffix = self._user_turn(reply=True)
+        store = store_dtype or self.adapter.dtype
+        if not store.is_floating_point:
+            raise DriftlabError(f"store_dtype {store}: hidden states are stored in a floating-point type")
+        job = SelfJob(
+            spec=self.spec,
+            aux_layers=self.aux_layers,
+            prefix=tuple(prefix),
+            suffix=tuple(suffix),
+            user=Sampling(user_temperature, user_top_k),
+            user_tokens=user_tokens,
+            sampling=Sampling(temperature, top_k, top_p, seed),
+            max_new_tokens=max_new_tokens,
+            target_dtype=str(self.adapter.dtype).removeprefix("torch."),
+            store_dtype=str(store).removeprefix("torch."),
+        )
+        if job.length > self.spec.max_positions:
+            raise DriftlabError(
+                f"conversations of up to {job.length} tokens are beyond the target's {self.spec.max_positions} positions: "
+                "lower max_new_tokens or user_tokens"
+            )
+        if processes is None:
+            processes = 1 if self._source is None or self.adapter.hooked else usable_cores()
+        if processes > 1 and (self._source is None or self.adapter.hooked):
+            raise DriftlabError(
+                "several processes need a target from Target.load on the CPU, without hooks: pass processes=1"
+            )
+        return record_self(
+            self.adapter,
+            self.tokenizer,
+            job,
+            count,
+            out=cache_dir() / "recordings" / job.fingerprint[:16] if out is None else Path(out),
+            slots=slots,
+            source=self._source,
+            processes=processes,
+            progress=progress,
+        )
+
     def _encode_answers(
-        self, answers: Sequence[str], prompts: Sequence[Prompt], limit: int
+        self, answers: Sequence[Any], prompts: Sequence[Prompt], limit: int
     ) -> tuple[tuple[int, ...], ...]:
         if len(answers) != len(prompts):
             raise DriftlabError(f"{len(answers)} answers for {len(prompts)} prompts")
         encoded = []
         for answer, prompt in zip(answers, prompts, strict=True):
-            ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"][:limit]
+            given = self.tokenizer(answer, add_special_tokens=False)["input_ids"] if isinstance(answer, str) else answer
+            ids = list(given)[:limit]
+            if any(type(i) is not int or not 0 <= i < self.spec.vocab_size for i in ids):
+                raise DriftlabError(
+                    f"the answer to prompt {prompt.id!r} has something that is no token id in 0..{self.spec.vocab_size - 1}"
+                )
             # no decoder goes on after EOS
             ids = ids[: next((i for i, token in enumerate(ids, 1) if token in self.spec.eos_ids), len(ids))]
             if not ids:
@@ -210,7 +316,8 @@ class Target:
         (Magpie, arXiv 2406.08464.) Messages that do not end within ``max_tokens`` or are shorter than five tokens are
         drawn again.
         """
-        prefix, end = self._user_turn()
+        prefix, suffix = self._user_turn()
+        end = suffix[0]
         prompts: list[Prompt] = []
         generators = streams([prefix] * (batch_size * 4 * (count // batch_size + 2)), seed)
         while len(prompts) < count and len(generators) >= batch_size:
@@ -230,15 +337,23 @@ class Target:
             raise DriftlabError(f"the target ended only {len(prompts)} of {count} messages: raise max_tokens")
         return [Prompt(f"self-{seed}-{i:05d}", p.messages, "self") for i, p in enumerate(prompts[:count])]
 
-    def _user_turn(self) -> tuple[list[int], int]:
-        """Return the template's tokens up to where the user's text begins, and the token that ends it."""
+    def _user_turn(self, reply: bool = False) -> tuple[list[int], list[int]]:
+        """Return the template's tokens up to where the user's text begins, and those from its end on.
+
+        ``reply``: to where the assistant speaks, for a conversation that goes on; else what the template ends with.
+        """
         mark = "\u2603mark\u2603"
-        if not self.tokenizer.chat_template:
+        if self.tokenizer is None or not self.tokenizer.chat_template:
             raise DriftlabError("self-prompts need a chat template; this tokenizer has none")
-        text = self.tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=reply
+        )
         before, _, after = text.partition(mark)
         prefix = self.tokenizer(before, add_special_tokens=False)["input_ids"]
-        return prefix, self.tokenizer(after, add_special_tokens=False)["input_ids"][0]
+        suffix = self.tokenizer(after, add_special_tokens=False)["input_ids"]
+        if not prefix or not suffix:
+            raise DriftlabError("this chat template marks neither where the user's text begins nor where it ends")
+        return prefix, suffix
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

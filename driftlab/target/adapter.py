@@ -6,6 +6,7 @@ Aux states are captured by forward pre-hooks, because ``output_hidden_states=[..
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from driftlab.trajectory import TargetHead, TargetSpec
 
 _CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 _MASS_ATTENTION = "driftlab_mass"
+_SLOT_ATTENTION = "driftlab_slots"
 _QUERY_BLOCK = 256
 _CHECKSUM_BLOCK = 1 << 22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -195,11 +197,7 @@ class Adapter:
         handles = []
         for k in layers:
             module = self.decoder.layers[k] if k < len(self.decoder.layers) else self.decoder.norm
-
-            def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], k: int = k) -> None:
-                states[k] = args[0] if args else kwargs["hidden_states"]
-
-            handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(functools.partial(_keep, states, k), with_kwargs=True))
         try:
             yield states
         finally:
@@ -249,6 +247,56 @@ class Adapter:
                 f"{worst:.3g}): its distribution cannot be rebuilt from recorded states, so it cannot be a target yet"
             )
 
+    @contextmanager
+    def slotted(self) -> Iterator[None]:
+        """Attend by key-value head in the block: one query a slot, so keys need not be repeated for every head.
+
+        Models that SDPA cannot stand in for (learned sinks) keep their own attention.
+        """
+        if not self.model._supports_sdpa:
+            yield
+            return
+        AttentionInterface.register(_SLOT_ATTENTION, _slot_attention)
+        AttentionMaskInterface.register(_SLOT_ATTENTION, sdpa_mask)
+        before = self.config._attn_implementation
+        self.model.set_attn_implementation(_SLOT_ATTENTION)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
+    def check_slots(self) -> None:
+        """Raise DriftlabError if the model has layers that :meth:`hidden_slots` has no mask or cache for."""
+        unknown = set(_present(self.config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise DriftlabError(
+                f"{type(self.model).__name__} has layers of type {sorted(unknown)}: only layers with softmax attention "
+                "over all or the last positions can be decoded in slots. Make prompts with target.self_prompts() and "
+                "record those"
+            )
+
+    def hidden_slots(
+        self, tokens: Int[Tensor, " slot"], positions: Int[Tensor, " slot"], cache: SlotCache
+    ) -> Float[Tensor, "slot one d_target"]:
+        """Run the decoder on one token a slot, each at a position of its own; return its states after the final norm."""
+        cache.at(positions)
+        keys = torch.arange(cache.span, device=positions.device)
+        full = self._additive(keys <= positions[:, None])
+        window = _present(self.config, "sliding_window")
+        sliding = (
+            full if not window else self._additive((keys <= positions[:, None]) & (keys > positions[:, None] - window))
+        )
+        mask: Any = sliding
+        if _present(self.config, "layer_types"):
+            mask = {"full_attention": full, "sliding_attention": sliding}
+        kwargs: dict[str, Any] = {"use_cache": True, _CACHE_ARGUMENT: cache, "position_ids": positions[:, None]}
+        return self.decoder(tokens[:, None], attention_mask=mask, **kwargs).last_hidden_state
+
+    def _additive(self, visible: Tensor) -> Tensor:
+        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill(~visible, -torch.inf)[
+            :, None, None
+        ]
+
     @torch.inference_mode()
     def position_mass(self, tokens: Int[Tensor, "one pos"], first_query: int) -> dict[int, Float[Tensor, " pos"]]:
         """Attention mass on each position, by layer; mean over heads and over queries >= ``first_query``.
@@ -269,6 +317,52 @@ class Adapter:
         finally:
             self.model.set_attn_implementation(before)
         return recorder.mass
+
+
+class SlotCache:
+    """Keys and values of independent sequences, one a slot, each written at a position of its own.
+
+    Stands where a model expects its cache; it is asked for nothing but ``update``, since masks and positions are given.
+    """
+
+    def __init__(self, slots: int, length: int) -> None:
+        self.slots, self.length, self.span = slots, length, 0
+        self._rows = torch.arange(slots)
+        self._k: dict[int, Tensor] = {}
+        self._v: dict[int, Tensor] = {}
+
+    def at(self, positions: Int[Tensor, " slot"]) -> None:
+        """Say where the next token of every slot goes."""
+        self._positions, self.span = positions, int(positions.max()) + 1
+        self._rows = torch.arange(len(positions), device=positions.device)
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write one key and value a slot, [slot kv_head 1 d_head]; return those up to the longest slot's."""
+        for store, new in ((self._k, k), (self._v, v)):
+            if layer_idx not in store:
+                store[layer_idx] = new.new_zeros(self.slots, new.shape[1], self.length, new.shape[3])
+            store[layer_idx][self._rows, :, self._positions] = new[:, :, 0]
+        return self._k[layer_idx][:, :, : self.span], self._v[layer_idx][:, :, : self.span]
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Longest slot so far."""
+        return self.span
+
+    def share(self, cache: DynamicCache) -> None:
+        """Copy one sequence's keys and values to the first positions of every slot."""
+        for index, layer in enumerate(cache.layers):
+            stop = layer.get_seq_length()
+            for store, values in ((self._k, layer.keys), (self._v, layer.values)):
+                store[index] = values.new_zeros(self.slots, values.shape[1], self.length, values.shape[3])
+                # a layer with a sliding window keeps the last positions only
+                store[index][:, :, stop - values.shape[2] : stop] = values
+
+    def keep(self, index: Int[Tensor, " slot"]) -> None:
+        """Drop all slots but these."""
+        self.slots = len(index)
+        for store in (self._k, self._v):
+            for layer in store:
+                store[layer] = store[layer][index]
 
 
 def allow_crop(cache: DynamicCache) -> None:
@@ -297,6 +391,10 @@ def crop(cache: DynamicCache, remove: int) -> None:
 def _present(config: Any, name: str) -> Any:
     """A config value that some architectures do not have."""
     return getattr(config, name) if hasattr(config, name) else None
+
+
+def _keep(states: dict[int, Tensor], k: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    states[k] = args[0] if args else kwargs["hidden_states"]
 
 
 class _MassRecorder:
@@ -337,3 +435,22 @@ def _mass_attention(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         driftlab_recorder.add(module.layer_idx, query, key, scale, attention_mask)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _slot_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """One query a slot: the heads of a group stand where SDPA expects queries, so keys are read once a group."""
+    if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+        raise DriftlabError(f"{type(module).__name__} has learned sinks or soft-capped scores, which SDPA would drop")
+    slots, heads, _, width = query.shape
+    grouped = query.view(slots, key.shape[1], heads // key.shape[1], width)
+    out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(slots, 1, heads, -1), None

@@ -53,6 +53,7 @@ class Job:
     prompts: tuple[Prompt, ...]
     prompt_ids: tuple[tuple[int, ...], ...]
     answers: tuple[tuple[int, ...], ...] | None
+    own_answers: bool
     max_new_tokens: int
     sampling: Sampling
     template: str
@@ -66,7 +67,7 @@ class Job:
             "max_new_tokens": self.max_new_tokens,
             **dataclasses.asdict(self.sampling),
             "template": self.template,
-            "answers": "target" if self.answers is None else "given",
+            "answers": "target" if self.own_answers else "given",
             "target_dtype": self.target_dtype,
             "store_dtype": self.store_dtype,
         }
@@ -101,10 +102,10 @@ def run(
         )
     with locked(folder):
         sweep(folder)
-        _claim(folder, job, piece_size)
+        claim(folder, job, piece_size, len(job.prompts))
         piece_size = read_json(folder / "recording.json")["piece_size"]
         pieces = [range(i, min(i + piece_size, len(job.prompts))) for i in range(0, len(job.prompts), piece_size)]
-        _write_head(adapter, job, folder)
+        write_head(adapter, job, folder)
         missing = [i for i in range(len(pieces)) if not piece_is_whole(piece_path(folder, i), job.fingerprint)]
         if missing or not (folder / "trajectory.json").is_file():
             adapter.check_head(torch.tensor([list(job.prompt_ids[0])[:64]], device=adapter.device))
@@ -114,9 +115,9 @@ def run(
                 spec=job.spec,
                 aux_layers=job.aux_layers,
                 settings=job.settings,
-                sink=_sink(adapter, tokenizer, folder, len(pieces)),
+                sink=find_sink(adapter, tokenizer, folder, len(pieces)),
                 pieces=len(pieces),
-                head=_head_name(job),
+                head=head_name(job),
                 fingerprint=job.fingerprint,
                 provenance=provenance(job.settings),
             )
@@ -130,16 +131,16 @@ def _is_done(folder: Path, job: Job) -> bool:
     if read_json(folder / "recording.json").get("fingerprint") != job.fingerprint:
         return False
     try:
-        return len(Trajectory.open(folder)) == len(job.prompts) and _head_is_whole(folder.parent / _head_name(job))
+        return len(Trajectory.open(folder)) == len(job.prompts) and head_is_whole(folder.parent / head_name(job))
     except DriftlabError:
         return False
 
 
-def _claim(folder: Path, job: Job, piece_size: int) -> None:
+def claim(folder: Path, job: Any, piece_size: int, prompts: int) -> None:
     """Write what is being recorded, or refuse a folder that holds another recording."""
     marker = folder / "recording.json"
     ours = {"fingerprint": job.fingerprint, "piece_size": piece_size, "settings": job.settings}
-    ours |= {"target": job.spec.label, "aux_layers": list(job.aux_layers), "prompts": len(job.prompts)}
+    ours |= {"target": job.spec.label, "aux_layers": list(job.aux_layers), "prompts": prompts}
     if not marker.is_file():
         write_json(marker, ours)
         return
@@ -158,17 +159,20 @@ def _claim(folder: Path, job: Job, piece_size: int) -> None:
     )
 
 
-def _head_name(job: Job) -> str:
+def head_name(job: Any) -> str:
+    """Name of the file beside a recording that holds the target's tables."""
     return f"head-{job.spec.fingerprint[:12]}.safetensors"
 
 
-def _write_head(adapter: Adapter, job: Job, folder: Path) -> None:
-    path = folder.parent / _head_name(job)
-    if not _head_is_whole(path):
+def write_head(adapter: Adapter, job: Any, folder: Path) -> None:
+    """Write the target's tables unless they are there."""
+    path = folder.parent / head_name(job)
+    if not head_is_whole(path):
         adapter.head().save(path)
 
 
-def _head_is_whole(path: Path) -> bool:
+def head_is_whole(path: Path) -> bool:
+    """Whether a file of tables can be read."""
     try:
         TargetHead.load(path)
     except DriftlabError:
@@ -231,7 +235,7 @@ def capture(
             length, prompt = len(texts[i]), job.prompts[indices[i]]
             aux = torch.stack([states[k][row, :length].cpu() for k in job.aux_layers], 1)
             hidden = last[row, :length]
-            _check_finite(aux, hidden, job, prompt.id)
+            check_finite(aux, hidden, job.aux_layers, job.store_dtype, prompt.id)
             lse = torch.full((length,), float("nan"))
             first = len(prompts[i]) - 1
             lse[first:] = head.lse(hidden[first:].to(head.lm_head.device)).cpu()
@@ -248,13 +252,13 @@ def capture(
     return [sequences[i] for i in range(len(texts))]
 
 
-def _check_finite(aux: Tensor, last: Tensor, job: Job, prompt_id: str) -> None:
-    store = getattr(torch, job.store_dtype)
-    stored = [(f"layer {k}", aux[:, i], store) for i, k in enumerate(job.aux_layers)]
+def check_finite(aux: Tensor, last: Tensor, aux_layers: Sequence[int], store_dtype: str, prompt_id: str) -> None:
+    """Raise DriftlabError if a state is not finite, or would not be once it is stored."""
+    stored = [(f"layer {k}", aux[:, i], getattr(torch, store_dtype)) for i, k in enumerate(aux_layers)]
     for name, states, dtype in [*stored, ("last hidden", last, torch.float32)]:
         for what, value in (
             ("the target's state", states),
-            (f"that state stored as {job.store_dtype}", states.to(dtype)),
+            (f"that state stored as {store_dtype}", states.to(dtype)),
         ):
             bad = (~value.isfinite()).any(-1).nonzero()
             if len(bad):
@@ -264,7 +268,7 @@ def _check_finite(aux: Tensor, last: Tensor, job: Job, prompt_id: str) -> None:
                 )
 
 
-def _sink(adapter: Adapter, tokenizer: Any, folder: Path, pieces: int) -> dict[str, Any]:
+def find_sink(adapter: Adapter, tokenizer: Any, folder: Path, pieces: int) -> dict[str, Any]:
     """Search the target's sink over all positions that the prompts share; position 0 if it cannot be watched."""
     entries = (entry for number in range(pieces) for entry in piece_entries(piece_path(folder, number), number))
     sequences = read_entries(folder, list(itertools.islice(entries, _SINK_SEQUENCES)))
