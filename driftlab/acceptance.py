@@ -31,13 +31,14 @@ from driftlab.trajectory import Batch, Trajectory
 
 RULES = ("argmax", "rejection")
 _BLOCK_BYTES = 64 * 2**20
+_EDGE = 1e-3
 
 
 @dataclass(frozen=True)
 class Acceptance:
     """``match [batch start depth]``: arg-max draft equals text (False where not ``valid``). ``remaining [batch start]``:
     text tokens after the one that the start already has. ``finish``: "stop" or "length", one per sequence. ``sampled``: see
-    :attr:`probability`; None for arg-max drafts. ``drafting``: the draft's temperature and top_k.
+    :attr:`probability`, and ``drafting``: how drafts are sampled; both None for arg-max drafts. ``digests``: of the texts.
     """
 
     match: Bool[Tensor, "batch start depth"]
@@ -49,7 +50,8 @@ class Acceptance:
     finish: tuple[str, ...]
     rule: str = "argmax"
     sampled: Float[Tensor, "batch start depth"] | None = None
-    drafting: tuple[float, int] = (0.0, 0)
+    drafting: Sampling | None = None
+    digests: tuple[str, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -91,7 +93,8 @@ def accept(
     *,
     rule: str = "argmax",
     draft_temperature: float | None = None,
-    draft_top_k: int = 0,
+    draft_top_k: int | None = None,
+    draft_top_p: float | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -102,8 +105,10 @@ def accept(
         draft: of ``data``; for ``rule="rejection"`` made by ``all_starts(..., temperatures=...)``.
         data: a recording; one batch of it will do for arg-max drafts.
         rule: "argmax" or "rejection" (sampled drafts): see the module.
-        draft_temperature: of sampled drafts; default the text's own temperature.
-        draft_top_k: cut of the draft distribution; 0: none.
+        draft_temperature: of sampled drafts, and likewise ``draft_top_k`` (0: off) and ``draft_top_p`` (1: off); default the
+            text's own, as engines do.
+        draft_top_k: see ``draft_temperature``.
+        draft_top_p: see ``draft_temperature``.
         temperature: the target's, and likewise ``top_k`` and ``top_p``: the text was made with the recording's settings
             and with no others, so these can only confirm them.
         top_k: see ``temperature``.
@@ -113,16 +118,13 @@ def accept(
         DriftlabError: when ``data`` holds other sequences than the draft, a target setting that is not the recording's, or a
             draft without what the rule needs.
     """
-    if rule not in RULES:
-        raise DriftlabError(f"rule {rule!r}: choose from {', '.join(RULES)}")
-    if isinstance(data, Trajectory):
-        _refuse_other_settings(data, {"temperature": temperature, "top_k": top_k, "top_p": top_p})
-    if rule == "argmax" and (draft_temperature or draft_top_k):
-        raise DriftlabError('draft_temperature and draft_top_k belong to sampled drafts: rule="rejection"')
+    drafting = drafting_of(data, rule, draft_temperature, draft_top_k, draft_top_p)
+    _refuse_other_settings(data, {"temperature": temperature, "top_k": top_k, "top_p": top_p})
     ids, lengths, prompts, finish, categories, texts = _texts(data)
     if ids != draft.ids:
         raise DriftlabError("the draft was made for other sequences than this recording's (or in another order)")
-    if draft.digests and draft.digests != tuple(text_digest(text) for text in texts):
+    digests = tuple(text_digest(text) for text in texts)
+    if draft.digests and draft.digests != digests:
         raise DriftlabError(
             "the draft was made for other texts than this recording's, though the prompts have the same names"
         )
@@ -138,10 +140,7 @@ def accept(
     if not torch.equal(draft.rows[:, 0], torch.tensor(prompts) - 1):
         raise DriftlabError("the draft's first rows are not the answers' first rows: replay needs every answer row")
     match = (draft.tokens == actual) & valid
-    sampled, drafting = None, (0.0, 0)
-    if rule == "rejection":
-        drafting = _drafting(draft, data, draft_temperature, draft_top_k)
-        sampled = _sampled(draft, data, drafting).masked_fill(~valid, 0)
+    sampled = None if drafting is None else _sampled(draft, data, drafting, valid)
     return Acceptance(
         match=match,
         valid=valid,
@@ -153,51 +152,90 @@ def accept(
         ids=ids,
         categories=categories,
         finish=finish,
+        digests=digests,
     )
 
 
-def _refuse_other_settings(data: Trajectory, asked: dict[str, Any]) -> None:
+def drafting_of(
+    data: Trajectory | Batch,
+    rule: str,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Sampling | None:
+    """Return how drafts are sampled for a recording's text, None for arg-max drafts; what is not given is the recording's.
+
+    Raises:
+        DriftlabError: no such rule, settings that it does not have, or a text that it says nothing about.
+    """
+    if rule not in RULES:
+        raise DriftlabError(f"rule {rule!r}: choose from {', '.join(RULES)}")
+    if rule == "argmax":
+        if any(value is not None for value in (temperature, top_k, top_p)):
+            raise DriftlabError(
+                'draft_temperature, draft_top_k and draft_top_p belong to sampled drafts: rule="rejection"'
+            )
+        return None
+    if isinstance(data, Batch):
+        raise DriftlabError(
+            'rule="rejection" needs the recording, which knows how its text was sampled: pass the trajectory'
+        )
+    there = data.settings
+    if there["answers"] == "given":
+        raise DriftlabError(
+            "these answers were given, not sampled from the target: how probable an accepted draft is, given the text, does "
+            "not follow from them. Record without answers="
+        )
+    chosen = Sampling(
+        float(there["temperature"] if temperature is None else temperature),
+        there["top_k"] if top_k is None else top_k,
+        float(there["top_p"] if top_p is None else top_p),
+    )
+    if chosen.temperature == 0:
+        said = "draft_temperature 0 is the arg max" if temperature == 0 else "the text is greedy"
+        raise DriftlabError(f'{said}: say at which draft_temperature above 0 drafts are sampled, or rule="argmax"')
+    return chosen
+
+
+def _refuse_other_settings(data: Trajectory | Batch, asked: dict[str, Any]) -> None:
     for name, value in asked.items():
+        if value is None:
+            continue
+        if isinstance(data, Batch):
+            raise DriftlabError(
+                f"target {name} {value}: a batch does not know how its text was made; pass the trajectory"
+            )
         there = data.settings[name]
-        if value is not None and value != there:
+        if value != there:
             raise DriftlabError(
                 f"target {name} {value}: this text was recorded with {name} {there}, and another setting would have made "
                 f"another text: record with {name}={value}"
             )
 
 
-def _drafting(draft: Draft, data: Trajectory | Batch, temperature: float | None, top_k: int) -> tuple[float, int]:
+def _sampled(draft: Draft, data: Trajectory, drafting: Sampling, valid: Tensor) -> Tensor:
+    """min(1, q / p) of the text's tokens, [batch start depth]; float64, 0 where there is none."""
     if draft.logits is None:
         raise DriftlabError(
-            'rule="rejection" needs draft logits: all_starts(drafter, trajectory, depth, temperatures=(1.0,)), with the draft '
-            "temperatures that you want"
+            'rule="rejection" needs draft logits: all_starts(drafter, trajectory, depth, '
+            f"temperatures=({drafting.temperature},))"
         )
-    if isinstance(data, Batch):
-        raise DriftlabError(
-            'rule="rejection" needs the recording, which knows how its text was sampled: pass the trajectory'
-        )
-    if data.settings["answers"] != "target":
-        raise DriftlabError(
-            "these answers were given, not sampled from the target: how probable an accepted draft is, given the text, does "
-            "not follow from them. Record without answers="
-        )
-    if temperature is None:
-        temperature = float(data.settings["temperature"])
-        if temperature == 0:
-            raise DriftlabError("the text is greedy: say at which draft_temperature drafts are sampled")
-    return temperature, top_k
-
-
-def _sampled(draft: Draft, data: Trajectory, drafting: tuple[float, int]) -> Tensor:
-    """min(1, q / p) of the text's tokens, [batch start depth]; float64."""
-    q = draft.logits.q(*drafting)
+    q = draft.logits.q(drafting)
     p = torch.ones(len(data), draft.rows.shape[1] + draft.depth + 1, dtype=torch.float64)
     for index in range(len(data)):
         row = text_probability(data, index)
         p[index, : len(row)] = row
     # start j at depth k is judged by row P - 1 + j + k
     place = torch.arange(draft.rows.shape[1])[:, None] + torch.arange(1, draft.depth + 1)
-    return (q / p[:, place]).clamp(max=1)
+    ratio = (q / p[:, place]).clamp(max=1)
+    bad = valid & ~ratio.isfinite()
+    if bool(bad.any()):
+        i, start, depth = bad.nonzero()[0].tolist()
+        raise DriftlabError(
+            f"the draft's probability of the text is not finite: sequence {draft.ids[i]!r}, row {int(draft.rows[i, start])}, "
+            f"depth {depth + 1}. Half-precision logits overflow: draft in float32"
+        )
+    return ratio.masked_fill(~valid, 0)
 
 
 @torch.no_grad()
@@ -205,7 +243,10 @@ def text_probability(trajectory: Trajectory, index: int) -> Float[Tensor, " row"
     """Return the processed probability with which each answer token of a sequence was chosen; float64, in row order P - 1...
 
     Computed once per sequence from the recorded last hidden state; logits exist for a block of rows at a time. A token at
-    the very edge of a cut, which rounding puts outside, counts as inside: it was chosen.
+    the very edge of a cut, which rounding puts outside, counts as inside.
+
+    Raises:
+        DriftlabError: a token that the recording's settings could not have chosen.
     """
     entry = trajectory.entries[index]
     key = f"p {entry.piece} {entry.offset}"
@@ -215,13 +256,39 @@ def text_probability(trajectory: Trajectory, index: int) -> Float[Tensor, " row"
         rows = slice(entry.prompt_length - 1, entry.length - 1)
         hidden, chosen = sequence.last_hidden[rows], sequence.tokens[entry.prompt_length :]
         block = max(1, _BLOCK_BYTES // (8 * trajectory.spec.vocab_size))
-        parts = []
+        parts: list[Tensor] = []
         for states, tokens in zip(hidden.split(block), chosen.split(block), strict=True):
             logits = head.logits(states).double()
-            parts.append(sampling.process(logits).gather(1, tokens[:, None])[:, 0])
-        p = torch.cat(parts)
-        trajectory._opened[key] = torch.where(p > 0, p, 1.0)
+            p = sampling.process(logits).gather(1, tokens[:, None])[:, 0]
+            for place in (p <= 0).nonzero()[:, 0].tolist():
+                p[place] = _at_the_edge(sampling, logits[place], int(tokens[place]))
+                if not p[place] > 0:
+                    position = entry.prompt_length + sum(map(len, parts)) + place
+                    raise DriftlabError(
+                        f"sequence {entry.id!r}, token {position}: with temperature {sampling.temperature}, top_k "
+                        f"{sampling.top_k}, top_p {sampling.top_p} the target cannot have chosen token "
+                        f"{int(tokens[place])}: the recording's settings are not those that made its text"
+                    )
+            parts.append(p)
+        trajectory._opened[key] = torch.cat(parts)
     return trajectory._opened[key]
+
+
+def _at_the_edge(sampling: Sampling, logits: Float[Tensor, " vocab"], token: int) -> float:
+    """Probability of a token just outside a cut, as if it were inside; 0 if it is further off than rounding goes."""
+    gap = float(logits.max() - logits[token])
+    if sampling.temperature == 0:
+        return 1.0 if gap <= _EDGE else 0.0
+    scores = logits / sampling.temperature
+    p = sampling.process(logits[None])[0]
+    if sampling.top_k and float(scores.topk(min(sampling.top_k, len(scores))).values[-1] - scores[token]) > _EDGE:
+        return 0.0
+    before = Sampling(sampling.temperature, sampling.top_k).process(logits[None])[0][scores > scores[token]].sum()
+    if sampling.top_p < 1 and float(before) > sampling.top_p + _EDGE:
+        return 0.0
+    best = int(scores.argmax())
+    kept = scores[best] - p[best].log()  # log-sum-exp of the scores inside the cut
+    return float((scores[token] - torch.logaddexp(kept, scores[token])).exp())
 
 
 def _texts(

@@ -97,23 +97,25 @@ def attend(
     stats = stats or Stats()
     if block is None:
         block = max(1, BLOCK_BYTES // (4 * batch * heads * max(keys, 1)))
-    parts = [
-        _attend_block(
-            q[:, :, span],
-            context_k,
-            context_v,
-            own_k[:, :, span],
-            own_v[:, :, span],
-            rows[:, span],
-            segments,
-            scale,
-            None if valid is None else valid[:, span],
-            _sliced(controls, span),
-            sink_logit,
-            stats,
-        )
-        for span in (slice(first, first + block) for first in range(0, max(starts, 1), block))
-    ]
+    # autocast would round the scores, and only those of context keys: own keys are not a matrix product
+    with torch.autocast(q.device.type, enabled=False):
+        parts = [
+            _attend_block(
+                q[:, :, span],
+                context_k,
+                context_v,
+                own_k[:, :, span],
+                own_v[:, :, span],
+                rows[:, span],
+                segments,
+                scale,
+                None if valid is None else valid[:, span],
+                _sliced(controls, span),
+                sink_logit,
+                stats,
+            )
+            for span in (slice(first, first + block) for first in range(0, max(starts, 1), block))
+        ]
     return parts[0] if len(parts) == 1 else _joined(parts)
 
 

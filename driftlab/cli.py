@@ -47,6 +47,8 @@ def record(
     device: str = "cpu",
     dtype: DType = "float32",
     store_dtype: DType | None = None,
+    processes: int | None = None,
+    slots: int = 96,
 ) -> None:
     """Let a target answer prompts and keep its states. Stopped at any moment, the same command goes on.
 
@@ -67,6 +69,8 @@ def record(
         device: where the target runs.
         dtype: of the target.
         store_dtype: of the stored aux states; default the target's.
+        processes: with --self-prompts, each with a copy of the target; default one a core.
+        slots: with --self-prompts, conversations that each process decodes together.
     """
     from driftlab.prompts import evenly, load_prompts
 
@@ -79,7 +83,14 @@ def record(
             )
         model = _target(target, device, dtype, aux_layers)
         trajectory = model.record_self_prompts(
-            self_prompts, max_new_tokens=192 if max_new_tokens is None else max_new_tokens, out=out, progress=_bar(), **sampling, **store
+            self_prompts,
+            max_new_tokens=192 if max_new_tokens is None else max_new_tokens,
+            processes=processes,
+            slots=slots,
+            out=out,
+            progress=_bar(),
+            **sampling,
+            **store,
         )
     else:
         loaded = load_prompts(prompts)
@@ -167,11 +178,17 @@ def train(
         f"{out}: {variant}; the draft vocabulary holds {coverage(vocab, learning):.1%} of the answers trained on",
         end="",
     )
-    if few is None or held is None:
+    if held is None:
         print("; nothing was held out")
         return
-    numbers = ", ".join(f"{name} {value:.3f}" for name, value in held_out_numbers(drafter, few).items())
-    print(f" and {coverage(vocab, held):.1%} of those held out\n{len(few)} held-out conversations, K = 8: {numbers}")
+    rest = held.subset(range(checked, len(held))) if len(held) > checked else held
+    who = (
+        f"the {len(rest)} held-out conversations that chose no weights"
+        if len(held) > checked
+        else (f"the {len(rest)} held-out conversations, which chose the weights: a little flattering")
+    )
+    numbers = ", ".join(f"{k.removeprefix('held_out_')} {v:.3f}" for k, v in held_out_numbers(drafter, rest).items())
+    print(f" and {coverage(vocab, held):.1%} of those held out\n{who}, K = 8: {numbers}")
 
 
 def probe(
@@ -221,7 +238,8 @@ def simulate(
     depth: int = 8,
     rule: Literal["argmax", "rejection"] = "argmax",
     draft_temperature: float | None = None,
-    draft_top_k: int = 0,
+    draft_top_k: int | None = None,
+    draft_top_p: float | None = None,
     device: str = "cpu",
 ) -> None:
     """Replay drafters on a recording: tau with its interval, acceptance by depth. Exact, without the target.
@@ -235,7 +253,8 @@ def simulate(
         depth: K, drafted tokens a round.
         rule: drafts are the arg max, or sampled ("rejection": in expectation, given the text).
         draft_temperature: of sampled drafts; default the recording's.
-        draft_top_k: cut of the sampled drafts' distribution; 0: none.
+        draft_top_k: of sampled drafts, 0 off; default the recording's.
+        draft_top_p: of sampled drafts, 1 off; default the recording's.
         device: where the drafters run.
     """
     from driftlab import Trajectory, difference
@@ -243,7 +262,8 @@ def simulate(
     from driftlab.results import combine, provenance, write_rows
 
     trajectory = Trajectory.open(recording)
-    options: dict[str, Any] = {"rule": rule, "draft_temperature": draft_temperature, "draft_top_k": draft_top_k}
+    options: dict[str, Any] = {"rule": rule, "draft_temperature": draft_temperature}
+    options |= {"draft_top_k": draft_top_k, "draft_top_p": draft_top_p}
     replayed = {
         name: replay_rows(_drafter(path, trajectory, device), trajectory, name, depth=depth, progress=_bar(), **options)
         for name, path in _named(drafters, out).items()
@@ -257,7 +277,11 @@ def simulate(
     for name, (_, simulation) in others:
         gap = difference(simulation, base)
         print(f"tau of {name} minus {first}, paired: {gap.value:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]")
-    print(f"\ntau: emitted tokens / verify rounds, bonus token included, K = {depth}, 95 % over prompts; {out}")
+    told = f"target T = {trajectory.settings['temperature']:g}, top_k {trajectory.settings['top_k']}, top_p "
+    told += f"{trajectory.settings['top_p']:g}; drafts: {rule}"
+    if (drafting := base.acceptance.drafting) is not None:
+        told += f", T = {drafting.temperature:g}, top_k {drafting.top_k}, top_p {drafting.top_p:g}"
+    print(f"\ntau: emitted tokens / verify rounds, bonus token included, K = {depth}, 95 % over prompts; {told}; {out}")
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from driftlab import plotting
 from driftlab.drafter import SHIPPED, Drafter
@@ -210,7 +211,8 @@ def draw(rows: pd.DataFrame, out: Path) -> dict[str, Path]:
 
 def sink_table(drafters: dict[str, Drafter], answers: Trajectory, target: Target) -> pd.DataFrame:
     """Where target and drafters put most of their attention among the positions that all prompts share."""
-    first = answers.tokens(0).tolist()
+    shared = min(entry.prompt_length for entry in answers.entries)
+    heads = torch.stack([answers.tokens(i)[:shared] for i in range(len(answers))])
     report = answers.sink_report
     found = [(entry["position"], entry["mass"]) for entry in report.get("top", [])[:3]]
     rows = [
@@ -221,7 +223,12 @@ def sink_table(drafters: dict[str, Drafter], answers: Trajectory, target: Target
             continue
         for i, (position, mass) in enumerate(drafter_sink(drafter, answers, 3)):
             rows.append({"who": name, "place": i + 1, "position": position, "mass": mass})
-    return pd.DataFrame([{**row, "token": target.tokenizer.decode([first[row["position"]]])} for row in rows])
+
+    def token(position: int) -> str:
+        at = heads[:, position].unique()
+        return target.tokenizer.decode([int(at[0])]) if len(at) == 1 else "(differs by prompt)"
+
+    return pd.DataFrame([{**row, "token": token(row["position"])} for row in rows])
 
 
 def describe(

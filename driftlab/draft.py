@@ -21,6 +21,7 @@ from driftlab.drafter import Drafter, DraftState
 from driftlab.drafter.layers import LayerKV
 from driftlab.errors import DriftlabError
 from driftlab.progress import Progress, silent
+from driftlab.sampling import Sampling
 from driftlab.segments import Starts, context_segments
 from driftlab.trajectory import Batch, Trajectory
 
@@ -34,47 +35,62 @@ class DraftLogits:
 
     ``text [batch start depth]``: logit of the text's token, -inf where the draft vocabulary lacks it; ``top [batch start
     depth rank]``: the largest logits, descending; ``lse [batch start depth temperature]``: ln sum exp(logits / temperature)
-    over the draft vocabulary, for each of ``temperatures``.
+    over the draft vocabulary, for each of ``temperatures``; ``vocab``: size of the draft vocabulary.
     """
 
     text: Float[Tensor, "batch start depth"]
     top: Float[Tensor, "batch start depth rank"]
     lse: Float[Tensor, "batch start depth temperature"]
     temperatures: tuple[float, ...]
+    vocab: int
 
     def map(self, function: Callable[[Tensor], Tensor]) -> DraftLogits:
         """Apply a function to each tensor."""
-        return DraftLogits(function(self.text), function(self.top), function(self.lse), self.temperatures)
+        parts = (function(self.text), function(self.top), function(self.lse))
+        return DraftLogits(*parts, self.temperatures, self.vocab)
 
-    def q(self, temperature: float, top_k: int = 0) -> Float[Tensor, "batch start depth"]:
-        """Return the processed draft probability of the text's token, float64.
+    def q(self, drafting: Sampling) -> Float[Tensor, "batch start depth"]:
+        """Return the processed draft probability of the text's token, float64: what :meth:`Sampling.process` gives it.
 
-        Any ``temperature`` with a ``top_k`` up to the number of ranks kept; over the whole draft vocabulary (``top_k`` 0)
-        those whose log-sum-exp is kept. 0 is the arg max, one-hot.
+        Any temperature with a ``top_k`` up to the number of ranks kept; over the whole draft vocabulary (``top_k`` 0) those
+        whose log-sum-exp is kept; a ``top_p`` whose tokens are among the ranks kept.
 
         Raises:
             DriftlabError: a setting that what is kept does not determine.
         """
-        text, top = self.text.double(), self.top.double()
-        ranks = top.shape[-1]
-        if temperature < 0 or top_k < 0:
-            raise DriftlabError(f"draft temperature {temperature} and draft top_k {top_k} must be at least 0")
+        temperature, top_k = drafting.temperature, min(drafting.top_k, self.vocab)
+        text, top, ranks = self.text.double(), self.top.double(), self.top.shape[-1]
         if temperature == 0:
-            return (text >= top[..., 0]).double()
-        if top_k:
-            if top_k > ranks:
-                raise DriftlabError(
-                    f"draft top_k {top_k}: only the {ranks} largest draft logits are kept; draft again with top={top_k}"
-                )
-            lse = (top[..., :top_k] / temperature).logsumexp(-1)
-            return torch.where(text >= top[..., top_k - 1], (text / temperature - lse).exp(), 0.0)
-        if temperature not in self.temperatures:
+            raise DriftlabError('draft temperature 0 is the arg max: accept it with rule="argmax"')
+        again = "draft again with all_starts(..., top=...)"
+        if top_k > ranks:
+            raise DriftlabError(f"draft top_k {top_k}: only the {ranks} largest draft logits are kept; {again}")
+        if not top_k and temperature not in self.temperatures:
             raise DriftlabError(
                 f"draft temperature {temperature} over the whole draft vocabulary: log-sum-exps are kept for "
                 f"{list(self.temperatures)}; draft again with temperatures=({temperature},), or give a draft top_k"
             )
-        lse = self.lse[..., self.temperatures.index(temperature)].double()
-        return (text / temperature - lse).exp()
+        kept = torch.ones_like(top, dtype=torch.bool)
+        if top_k:
+            # ties with the k-th are kept, as in process
+            kept = top >= top[..., top_k - 1 : top_k]
+            if ranks < self.vocab and bool(kept[..., -1].any()) and top_k < ranks:
+                raise DriftlabError(
+                    f"draft top_k {top_k}: more logits are equal to the last one than are kept; {again}"
+                )
+            lse = (top / temperature).masked_fill(~kept, -torch.inf).logsumexp(-1)
+        else:
+            lse = self.lse[..., self.temperatures.index(temperature)].double()
+        mass = torch.ones_like(lse)
+        inside = text >= top[..., top_k - 1] if top_k else torch.ones_like(text, dtype=torch.bool)
+        if drafting.top_p < 1:
+            p = (top / temperature - lse[..., None]).exp().masked_fill(~kept, 0)
+            within = (p.cumsum(-1) - p < drafting.top_p) & kept
+            if not top_k and ranks < self.vocab and bool((p.sum(-1) < drafting.top_p).any()):
+                raise DriftlabError(f"draft top_p {drafting.top_p}: it reaches beyond the {ranks} logits kept; {again}")
+            mass = (p * within).sum(-1)
+            inside &= text >= top.masked_fill(~within, torch.inf).amin(-1)
+        return torch.where(inside, (text / temperature - lse).exp() / mass, 0.0)
 
 
 @dataclass(frozen=True)
@@ -175,7 +191,10 @@ def _kept_logits(
         logits = drafter.logits(rows).float()
         texts.append(logits.gather(1, ids[:, None])[:, 0].masked_fill(~known, -torch.inf))
         tops.append(logits.topk(min(top, len(vocab))).values)
-        lses.append(torch.stack([(logits / t).logsumexp(-1) for t in temperatures], -1))
+        largest = logits.amax(-1)  # subtracted: small temperatures make large numbers
+        lses.append(
+            torch.stack([((logits - largest[:, None]) / t).logsumexp(-1) + largest / t for t in temperatures], -1)
+        )
     shape = normed.shape[:2]
     return tuple(torch.cat(parts).unflatten(0, shape) for parts in (texts, tops, lses))
 
@@ -209,7 +228,8 @@ def all_starts(
     check_fits(drafter, data)
     if not len(data):
         raise DriftlabError("there is no sequence to draft for")
-    if temperatures and (feed != "text" or top < 1 or min(temperatures) <= 0):
+    temperatures = tuple(temperatures)
+    if temperatures and (feed != "text" or top < 1 or not min(temperatures) > 0):
         raise DriftlabError(
             f'temperatures {list(temperatures)} (above 0) with top {top} (at least 1) are kept along the text: feed="text"'
         )
@@ -230,7 +250,7 @@ def all_starts(
         logits = None
         if kept:
             parts = [torch.stack(part, 2).cpu() for part in zip(*kept, strict=True)]
-            logits = DraftLogits(*parts, tuple(float(t) for t in temperatures))
+            logits = DraftLogits(*parts, tuple(float(t) for t in temperatures), drafter.config.draft_vocab_size)
         drafts.append(Draft(drafted, starts.rows.cpu(), starts.valid.cpu(), batch.ids, feed, digests, logits))
         done += len(batch)
         progress("drafting", done, len(data))
@@ -373,7 +393,8 @@ def _joined(drafts: Sequence[Draft]) -> Draft:
     logits, first = None, drafts[0].logits
     if first is not None:
         names = ("text", "top", "lse")
-        logits = DraftLogits(*(joined([getattr(d.logits, n) for d in drafts]) for n in names), first.temperatures)
+        parts = (joined([getattr(d.logits, n) for d in drafts]) for n in names)
+        logits = DraftLogits(*parts, first.temperatures, first.vocab)
     return Draft(
         tokens=joined([d.tokens for d in drafts]),
         rows=joined([d.rows for d in drafts]),

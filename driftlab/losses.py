@@ -29,7 +29,7 @@ from driftlab.errors import DriftlabError
 LossName = Literal["soft_ce", "kl", "alpha", "lambda"]
 LOSSES: tuple[str, ...] = get_args(LossName)
 _BLOCK_BYTES = 64 * 2**20
-_HELD_BYTES = 2**31
+_HELD_BYTES = 2**28
 _TINY = 1e-8
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from driftlab.acceptance import accept
+from driftlab.acceptance import accept, drafting_of
 from driftlab.draft import Feed, all_starts
 from driftlab.drafter import Drafter
 from driftlab.probes import AttentionMass, SinkSearch, StateNorm, drafter_settings
@@ -15,8 +15,11 @@ from driftlab.results import VARYING, as_rows, combine
 from driftlab.simulation import Expected, Simulation, simulate
 from driftlab.trajectory import Trajectory
 
-MIXED = (*VARYING, "feed", "starts", "rule", "draft_temperature", "draft_top_k")
+MIXED = (*VARYING, "feed", "starts", "rule", "draft_temperature", "draft_top_k", "draft_top_p")
 """What may differ between the rows of one table: drafters, and which starts and feed a quantity is defined on."""
+
+_NUCLEUS_RANKS = 512
+"""draft logits kept where top_p alone cuts: it seldom reaches further"""
 
 
 def settings(drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int, feed: Feed) -> dict[str, Any]:
@@ -46,7 +49,8 @@ def replay_rows(
     match_depth: int | None = None,
     rule: str = "argmax",
     draft_temperature: float | None = None,
-    draft_top_k: int = 0,
+    draft_top_k: int | None = None,
+    draft_top_p: float | None = None,
     progress: Progress = silent,
 ) -> tuple[pd.DataFrame, Simulation | Expected]:
     """Replay drafting of K = ``depth`` tokens a round, arg-max or sampled (``rule="rejection"``); return rows and simulation.
@@ -54,28 +58,27 @@ def replay_rows(
     ``match`` rows are over all starts (to ``match_depth`` if that is deeper: match does not depend on K), the acceptance
     rows and tau over the rounds of the walk; ``starts`` says which.
     """
-    temperatures: tuple[float, ...] = ()
-    if rule == "rejection":
-        temperatures = (draft_temperature or trajectory.settings["temperature"] or 1.0,)
-    draft = all_starts(
-        drafter,
-        trajectory,
-        max(depth, match_depth or 0),
-        feed="text",
-        temperatures=temperatures,
-        top=max(1, draft_top_k),
-        progress=progress,
-    )
-    sampled: dict[str, Any] = {"rule": rule, "draft_temperature": draft_temperature, "draft_top_k": draft_top_k}
-    simulation = simulate(accept(draft.upto(depth), trajectory, **sampled))
+    given = (draft_temperature, draft_top_k, draft_top_p)
+    drafting = drafting_of(trajectory, rule, *given)
+    kept: dict[str, Any] = {}
+    if drafting is not None:
+        ranks = drafting.top_k or (_NUCLEUS_RANKS if drafting.top_p < 1 else 1)
+        kept = {"temperatures": (drafting.temperature,), "top": ranks}
+    draft = all_starts(drafter, trajectory, max(depth, match_depth or 0), feed="text", progress=progress, **kept)
+    names = ("draft_temperature", "draft_top_k", "draft_top_p")
+    sampled: dict[str, Any] = dict(zip(names, given, strict=True))
+    simulation = simulate(accept(draft.upto(depth), trajectory, rule=rule, **sampled))
     records = [record for record in simulation.records() if record["quantity"] != "match"]
-    records += [record for record in accept(draft, trajectory).records() if record["quantity"] == "match"]
-    common = {**settings(drafter, trajectory, name, depth=depth, feed="text"), "rule": rule}
-    if rule == "rejection":
-        common["draft_temperature"] = simulation.acceptance.drafting[0]
-        common["draft_top_k"] = draft_top_k
-    over_all = ("match", "all_starts_mean", "accept_all_starts")
-    frames = [
+    # the match of arg-max drafts has nothing to do with how others are sampled
+    matches = list(accept(draft, trajectory).records())
+    plain = settings(drafter, trajectory, name, depth=depth, feed="text")
+    common = {**plain, "rule": rule}
+    if drafting is not None:
+        values = (drafting.temperature, drafting.top_k, drafting.top_p)
+        common |= dict(zip(names, values, strict=True))
+    over_all = ("all_starts_mean", "accept_all_starts")
+    frames = [as_rows(matches, **plain, rule="argmax", starts="all")]
+    frames += [
         as_rows([r for r in records if (r["quantity"] in over_all) == everywhere], **common, starts=starts)
         for everywhere, starts in ((True, "all"), (False, "walk"))
     ]

@@ -106,6 +106,11 @@ def caption(frame: pd.DataFrame) -> str:
         "feed": "{}-fed",
         "starts": "starts: {}",
         "temperature": "T = {}",
+        "top_k": "top-k {}",
+        "top_p": "top-p {}",
+        "draft_temperature": "draft T = {}",
+        "draft_top_k": "draft top-k {}",
+        "draft_top_p": "draft top-p {}",
         "template": "template: {}",
         "dtype": "{}",
         "ttt": "TTT {}",
@@ -114,7 +119,8 @@ def caption(frame: pd.DataFrame) -> str:
     words = []
     for name, form in forms.items():
         values = sorted(frame[name].unique().tolist())
-        if name == "temperature" or any(values):  # "" and 0 are "not said", but for a temperature
+        # "" and 0, and a top-p of 1, are "not said", but for a temperature
+        if name == "temperature" or any(value != NEUTRAL[name] for value in values):
             said = "/".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
             words.append(form.format(said))
     prompts = frame.loc[frame["prompt"] != "", "prompt"].nunique()
@@ -165,7 +171,7 @@ def _pooled(cell: pd.DataFrame, samples: int, seed: int) -> tuple[Interval, int]
     interval = bootstrap_ratio(prompts["value"].to_numpy() * n, n, samples=samples, seed=seed)
     if len(cell) == 1:
         interval = interval._replace(low=cell["low"].iloc[0], high=cell["high"].iloc[0])
-    return interval, int(n.sum())
+    return interval, round(float(n.sum()))
 
 
 def _warn_if_unlike(rows: pd.DataFrame) -> None:

@@ -6,6 +6,7 @@ and the text is no longer the target's: transformers#47932).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise DriftlabError(f"{self}: temperature and top_k must be >= 0, top_p in (0, 1]")
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise DriftlabError(f"{self}: temperature (finite) and top_k must be >= 0, top_p in (0, 1]")
 
     def process(self, logits: Float[Tensor, "row vocab"]) -> Float[Tensor, "row vocab"]:
         """Return the processed distribution: temperature, then top-k, then top-p, renormalised. Greedy: one-hot."""

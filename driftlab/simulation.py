@@ -10,7 +10,8 @@ For sampled drafts a round at row t accepts exactly a drafts with a probability 
 
     v[0] = 1,   v[i + a + 1] += v[i] P_i(a),        E[rounds | text] = sum of v,
 
-so tau = tokens / E[rounds | text]: the exact conditional expectation of what an engine does by chance, given its text.
+so tau = tokens / E[rounds | text] (without the rounds that the limit cuts, and their tokens): the exact conditional
+expectation of what an engine does by chance, given its text.
 
 The prefill and its token are outside. A round that ends at EOS counts, with what it emitted (no bonus token after an
 accepted EOS). A round that the length limit cuts does not: its accept length is unknown. The mean over all starts is a
@@ -89,13 +90,18 @@ class Simulation:
         A round near the limit is known only if it fails early, so leaving out just the cut ones lowers tau a little, most
         for short answers, deep drafts and good drafters. Here rounds are left out by where they start, which does not.
         """
+        return _ratio(self.uncensored)
+
+    @property
+    def uncensored(self) -> tuple[float, float]:
+        """Tokens and rounds of :attr:`tau_uncensored`."""
         emitted = rounds = 0
         for i, complete in enumerate(self.complete):
             stopped, first = self.acceptance.finish[i] == "stop", int(self.acceptance.rows[i, 0])
             left = self.acceptance.remaining[i]
             kept = [r for r in complete if stopped or int(left[r.row - first]) > self.depth]
             emitted, rounds = emitted + sum(r.emitted for r in kept), rounds + len(kept)
-        return pooled_ratio(np.array([emitted]), np.array([rounds]))
+        return float(emitted), float(rounds)
 
     @property
     def all_starts_mean(self) -> float:
@@ -123,7 +129,7 @@ class Expected:
     """What the rounds of sampled drafting amount to, in expectation over the drafts and the verifier's dice, given the text.
 
     Same names as :class:`Simulation`; counts are expectations. ``starts[i] [row]``: probability that a round starts at each
-    answer row of prompt i (v above), the attribution of every round to its place.
+    answer row of prompt i (v above), the attribution of every round to its place, those included that the limit cuts.
     """
 
     acceptance: Acceptance
@@ -162,8 +168,7 @@ class Expected:
     @property
     def tau_uncensored(self) -> float:
         """As :attr:`Simulation.tau_uncensored`."""
-        emitted, rounds = self.uncensored
-        return pooled_ratio(np.array([emitted]), np.array([rounds]))
+        return _ratio(self.uncensored)
 
     @property
     def all_starts_mean(self) -> float:
@@ -184,11 +189,20 @@ class Expected:
         yield from _pooled_records(self)
 
 
+def _ratio(pair: tuple[float, float]) -> float:
+    return pooled_ratio(np.array([pair[0]]), np.array([pair[1]]))
+
+
 def _pooled_records(simulation: Simulation | Expected) -> Iterator[dict[str, Any]]:
     tau = simulation.tau_interval()
     pooled = {"value": tau.value, "low": tau.low, "high": tau.high, "n": simulation.verify_rounds.sum().item()}
     yield {"prompt": "", "quantity": "tau", **pooled}
-    yield {"prompt": "", "quantity": "tau_uncensored", "value": simulation.tau_uncensored, "n": pooled["n"]}
+    yield {
+        "prompt": "",
+        "quantity": "tau_uncensored",
+        "value": simulation.tau_uncensored,
+        "n": simulation.uncensored[1],
+    }
     full = int(simulation.acceptance.valid[..., -1].sum())
     yield {"prompt": "", "quantity": "all_starts_mean", "value": simulation.all_starts_mean, "n": full}
 
@@ -215,10 +229,11 @@ def difference(a: Simulation | Expected, b: Simulation | Expected, *, samples: i
     """tau of ``a`` minus tau of ``b`` on the same prompts, paired, with its 95 % interval by bootstrap over prompts.
 
     Raises:
-        DriftlabError: for other prompts or another order of them.
+        DriftlabError: for other texts or another order of them. (K and the way of drafting may differ.)
     """
-    if a.acceptance.ids != b.acceptance.ids:
-        raise DriftlabError("a paired difference is over the same prompts in the same order")
+    mine, theirs = a.acceptance, b.acceptance
+    if mine.ids != theirs.ids or mine.digests != theirs.digests:
+        raise DriftlabError("a paired difference is over the same prompts and texts in the same order")
     return bootstrap_difference(a.emitted, a.verify_rounds, b.emitted, b.verify_rounds, samples=samples, seed=seed)
 
 

@@ -51,7 +51,8 @@ def speculate(
     sampling: Sampling | None = None,
     rule: str = "argmax",
     draft_temperature: float | None = None,
-    draft_top_k: int = 0,
+    draft_top_k: int | None = None,
+    draft_top_p: float | None = None,
 ) -> Live:
     """Decode one prompt with speculation.
 
@@ -63,8 +64,10 @@ def speculate(
         max_new_tokens: length limit.
         sampling: the target's; default greedy. Its seed decides drafts and dice as well.
         rule: "argmax" drafts the most probable tokens, "rejection" samples them.
-        draft_temperature: of sampled drafts; default the target's.
-        draft_top_k: cut of the draft distribution; 0: none.
+        draft_temperature: of sampled drafts, and likewise ``draft_top_k`` (0: off) and ``draft_top_p`` (1: off); default the
+            target's.
+        draft_top_k: see ``draft_temperature``.
+        draft_top_p: see ``draft_temperature``.
 
     Raises:
         DriftlabError: an empty prompt, no token asked for, a drafter that reads other states than the target captures, or
@@ -74,12 +77,16 @@ def speculate(
     sampling = sampling or Sampling()
     drafting = None
     if rule == "rejection":
-        drafting = Sampling(sampling.temperature if draft_temperature is None else draft_temperature, draft_top_k)
+        drafting = Sampling(
+            sampling.temperature if draft_temperature is None else draft_temperature,
+            sampling.top_k if draft_top_k is None else draft_top_k,
+            sampling.top_p if draft_top_p is None else draft_top_p,
+        )
         if drafting.temperature == 0:
             raise DriftlabError('rule="rejection" samples drafts: give a draft_temperature above 0')
-    elif rule != "argmax" or draft_temperature or draft_top_k:
+    elif rule != "argmax" or any(value is not None for value in (draft_temperature, draft_top_k, draft_top_p)):
         raise DriftlabError(
-            f'rule {rule!r}: choose "argmax" or "rejection"; draft_temperature and draft_top_k belong to rejection'
+            f'rule {rule!r}: choose "argmax" or "rejection"; draft_temperature, draft_top_k and draft_top_p belong to rejection'
         )
     if len(prompt_ids) + max_new_tokens > target.spec.max_positions:
         raise DriftlabError(

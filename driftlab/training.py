@@ -52,7 +52,7 @@ class TrainConfig:
     loss: str = "soft_ce"
     """soft_ce, kl, alpha or lambda: see :mod:`driftlab.losses`"""
     eta: float = 3.0
-    """of the lambda loss"""
+    """of the lambda loss, whose weight is a micro-batch's own: with ``accumulate`` it is not that of one large batch"""
     lr: float = 1e-3
     batch_size: int = 8
     """sequences a micro-batch"""
@@ -133,6 +133,8 @@ def train(
         check_fits(drafter, data)
     if not len(trajectory) or (held_out is not None and not len(held_out)):
         raise DriftlabError("there is no sequence to train on, or none held out")
+    if held_out is not None:
+        _refuse_shared(trajectory, held_out)
     if (out / "trajectory.json").exists():
         raise DriftlabError(f"{out} holds a recording: give the drafter a folder of its own")
     run = _Run(drafter, trajectory, config, held_out)
@@ -160,6 +162,24 @@ def train(
         run.restore_best(out)
         drafter.save(out)
     return drafter
+
+
+def _refuse_shared(trajectory: Trajectory, held_out: Trajectory) -> None:
+    """Raise DriftlabError if what is held out is trained on, or is another target's."""
+    if trajectory.spec.fingerprint != held_out.spec.fingerprint:
+        raise DriftlabError(f"held out is text of {held_out.spec.label}, trained is on text of {trajectory.spec.label}")
+    seen = {_prompt_digest(trajectory, index) for index in range(len(trajectory))}
+    shared = [e.id for i, e in enumerate(held_out.entries) if _prompt_digest(held_out, i) in seen]
+    if shared:
+        raise DriftlabError(
+            f"{len(shared)} held-out prompts are trained on too, the first is {shared[0]!r}: a tau there would say nothing; "
+            "divide a recording with split()"
+        )
+
+
+def _prompt_digest(trajectory: Trajectory, index: int) -> bytes:
+    prompt = trajectory.tokens(index)[: trajectory.entries[index].prompt_length]
+    return hashlib.sha256(prompt.numpy().tobytes()).digest()
 
 
 class _Run:
@@ -237,11 +257,15 @@ class _Run:
             for name, value in parts.items():
                 logged[name] += value
         norm = torch.nn.utils.clip_grad_norm_(list(self.named.values()), self.config.clip)
+        if not math.isfinite(float(norm)):
+            raise DriftlabError(
+                f"the gradient at step {step} is not finite: lower lr ({self.config.lr}); the last saved state is kept"
+            )
         self.optimizer.step()
-        self._recent.append({"grad_norm": float(norm), **logged})
+        self._recent.append({"grad_norm": float(norm), **logged, **{f"rows_{k}": n for k, n in enumerate(counts, 1)}})
         if (step + 1) % self.config.log_every == 0 or step + 1 == self.steps:
-            means = pd.DataFrame(self._recent).mean().to_dict()
-            self.log.append({"step": step + 1, "lr": self.optimizer.param_groups[0]["lr"], **means})
+            rate = self.optimizer.param_groups[0]["lr"]
+            self.log.append({"step": step + 1, "lr": rate, **_pooled(self._recent)})
             self._recent = []
 
     def counts(self, indices: Sequence[int], offset: int) -> list[int]:
@@ -323,8 +347,10 @@ class _Run:
             with torch.no_grad():
                 parameter.copy_(file.get_tensor(f"weight.{name}"))
             moments = {key: file.get_tensor(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            # the step count too lies with the weights: the fused optimiser wants it there
             self.optimizer.state[parameter] = {
-                key: value if key == "step" else value.to(parameter) for key, value in moments.items()
+                key: value.to(parameter.device) if key == "step" else value.to(parameter)
+                for key, value in moments.items()
             }
         self.log, self._recent = json.loads(metadata["log"])
         taus = [row["held_out_tau"] for row in self.log if "held_out_tau" in row]
@@ -414,13 +440,25 @@ def split(trajectory: Trajectory, share: float = 0.05) -> tuple[Trajectory, Traj
     if not 0 < share < 1:
         raise DriftlabError(f"held-out share {share}: give a number between 0 and 1")
     sides: tuple[list[int], list[int]] = ([], [])
-    for index, entry in enumerate(trajectory.entries):
-        prompt = trajectory.tokens(index)[: entry.prompt_length]
-        number = int.from_bytes(hashlib.sha256(prompt.numpy().tobytes()).digest()[:4], "little")
+    for index in range(len(trajectory)):
+        number = int.from_bytes(_prompt_digest(trajectory, index)[:4], "little")
         sides[number < share * 2**32].append(index)
     if not all(sides):
         raise DriftlabError(f"a share of {share} of {len(trajectory)} sequences leaves a side empty: record more")
     return trajectory.subset(sides[0]), trajectory.subset(sides[1])
+
+
+def _pooled(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Pool what some steps logged: by-depth values over all their rows (NaN where there was none), the rest by step."""
+    pooled: dict[str, float] = {}
+    for name in steps[0]:
+        kind, _, depth = name.rpartition("_")
+        if kind == "rows":
+            continue
+        weights = [step.get(f"rows_{depth}", 1) for step in steps]
+        total = sum(weights)
+        pooled[name] = sum(w * s[name] for w, s in zip(weights, steps, strict=True)) / total if total else math.nan
+    return pooled
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:

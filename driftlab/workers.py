@@ -11,10 +11,12 @@ import os
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
 
+from driftlab.errors import DriftlabError
 from driftlab.progress import Progress, silent
 
 _POLL_SECONDS = 0.2
@@ -44,13 +46,14 @@ def run_jobs(
         progress: called in this process.
 
     Raises:
-        The first exception of any job; jobs that have not started are then dropped.
+        The first exception of any job, or of ``progress``; the other jobs are then ended, wherever they are. DriftlabError if
+        the processes could not start or were killed.
     """
     cores = usable_cores()
     processes = min(processes or cores, len(jobs))
     context = multiprocessing.get_context("spawn")
     reports, state = context.Queue(), [(0, 1)] * len(jobs)
-    threads = max(1, cores // processes)
+    threads, before = max(1, cores // processes), set(multiprocessing.active_children())
     with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(reports, threads)) as pool:
         futures = [pool.submit(_call, function, index, job) for index, job in enumerate(jobs)]
         waiting = set(futures)
@@ -61,8 +64,15 @@ def run_jobs(
                     future.result()
                 _drain(reports, state)
                 progress(what, sum(d for d, _ in state), sum(t for _, t in state))
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - before:
+                process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise DriftlabError(
+                    f"{what}: a worker process ended before its time. In a script the call must stand under "
+                    '`if __name__ == "__main__":`; otherwise memory may have run out: use processes=1, or fewer at a time'
+                ) from error
             raise
     _drain(reports, state)  # a worker's last report is certain to be here only once it has ended
     total = sum(t for _, t in state)

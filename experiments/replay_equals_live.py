@@ -48,7 +48,7 @@ SETTINGS = (
     (Sampling(1.0), Sampling(1.0), 3),
     (Sampling(0.7), Sampling(1.3), 4),
     (Sampling(0.8, top_k=5), Sampling(1.0, top_k=4), 2),
-    (Sampling(1.2, top_p=0.9), Sampling(0.6), 5),
+    (Sampling(1.2, top_p=0.9), Sampling(0.9, top_p=0.8), 5),
 )
 
 
@@ -165,7 +165,7 @@ def _tiny(index: int, rounds: int, folder: Path, report: Callable[[int, int], No
         seed += len(texts)
         frame = _sampled(
             f"tiny {index}: T {sampling.temperature:g}, top_k {sampling.top_k}, top_p {sampling.top_p:g}; drafts T "
-            f"{drafting.temperature:g}, top_k {drafting.top_k}; K {depth}",
+            f"{drafting.temperature:g}, top_k {drafting.top_k}, top_p {drafting.top_p:g}; K {depth}",
             *(target, drafter.eval(), texts, sampling, drafting, depth, 24, folder / f"{seed:06d}", None),
         )
         frames.append(frame)
@@ -192,7 +192,7 @@ def _sampled(
     loaded = load_prompts([p for p, _ in texts])
     from driftlab.prompts import encode
 
-    options = {"draft_temperature": drafting.temperature, "draft_top_k": drafting.top_k}
+    options = {"draft_temperature": drafting.temperature, "draft_top_k": drafting.top_k, "draft_top_p": drafting.top_p}
     lives = []
     for number, (prompt, (_, seed)) in enumerate(zip(loaded, texts, strict=True), 1):
         ids = encode(prompt, target.tokenizer, template=template)
@@ -223,7 +223,13 @@ def _sampled(
         out=folder,
         piece_size=len(loaded),
     )
-    draft = all_starts(drafter, trajectory, depth, temperatures=(drafting.temperature,), top=max(1, drafting.top_k))
+    draft = all_starts(
+        drafter,
+        trajectory,
+        depth,
+        temperatures=(drafting.temperature,),
+        top=max(1, drafting.top_k) if drafting.top_p == 1 else 512,
+    )
     expected = simulate(accept(draft, trajectory, rule="rejection", **options))
     whole = [[r for r in live.rounds if r.end != "cut"] for live in lives]
     live = [sum(map(len, whole)), sum(r.emitted for rounds in whole for r in rounds)]

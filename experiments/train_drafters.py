@@ -1,10 +1,12 @@
 """Train the six shipped drafters, from nothing: the target's own text, a check of learning rates, training, measurement.
 
-    python experiments/train_drafters.py [--conversations 2144] [--epochs 2.4] [--out runs/drafters]
+    python experiments/train_drafters.py [--conversations 2560] [--epochs 3] [--out runs/drafters]
 
 The four settings of the two switches at TTT 4, and eagle3 and eagle31 at TTT 2, all from the same first weights on the same
-batches. Stopped at any moment, the same command goes on. Each drafter's folder holds config.json, model.safetensors
-(bfloat16, without the target's embedding and head), train_log.csv and training.json (settings, seed, what it came from).
+batches at the same learning rate: of ``check_lrs`` the one with the largest held-out tau, mean over the variants, after short
+trainings whose table is kept (learning_rates.csv). Stopped at any moment, the same command goes on. Each drafter's folder
+holds config.json, model.safetensors (bfloat16, without the target's embedding and head), train_log.csv and training.json
+(settings, seed, what it came from).
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ class Setup:
     seed: int = 0
     """of the first weights and of the order of the data"""
     draft_vocab: int = 16384
-    epochs: float = 1.6
+    epochs: float = 3.0
     lr: float | None = None
-    """default: for each variant that of ``check_lrs`` whose short training had the larger held-out tau"""
-    batch_size: int = 4
+    """default: that of ``check_lrs`` whose short trainings had the largest held-out tau, mean over the variants"""
+    batch_size: int = 2
     stride: int = 2
     negatives: int = 1024
     check_lrs: tuple[float, ...] = (1e-3, 2e-3)
-    check_steps: int = 60
+    check_steps: int = 300
     out: Path = Path("runs/drafters")
 
 
@@ -68,8 +70,8 @@ def main(setup: Setup) -> None:
     with atomic(setup.out / "learning_rates.csv") as temporary:
         table.to_csv(temporary, index=False, float_format="%.4f")
     print(table.to_string(index=False), flush=True)
-    best = table.loc[table.groupby("variant")["held_out_tau"].idxmax()].set_index("variant")["lr"]
-    jobs = [(f"{v}-ttt{ttt}", v, ttt, float(best[v]) if setup.lr is None else setup.lr, 0) for v, ttt in SIX]
+    best = table.groupby("lr")["held_out_tau"].mean().idxmax() if setup.lr is None else setup.lr
+    jobs = [(f"{variant}-ttt{ttt}", variant, ttt, float(best), 0) for variant, ttt in SIX]
     run_jobs(_train, [(*job, setup) for job in jobs], what="training six drafters", progress=bar)
     for name, _, _, lr, _ in jobs:
         _ship(setup, name, text, lr)

@@ -468,3 +468,29 @@ def test_values_that_are_not_finite_are_named(plain, value):
 
 def test_a_folder_that_is_no_drafter(plain):
     refused(edit(plain(), without=["fc.weight"]), r"no fc\.weight among .*not an EAGLE-3 drafter")
+
+
+# ---- whose drafter it is
+
+
+def test_a_drafter_says_so_when_the_target_is_not_the_one_it_was_trained_for(
+    varied_trajectory, tiny_trajectory, tmp_path
+):
+    """Another model of the same shapes lends its head without complaint, and its tau looks like a result."""
+    from driftlab import VARIANTS, Drafter
+
+    Drafter(VARIANTS["eagle31"].for_target(varied_trajectory), varied_trajectory).save(tmp_path / "d")
+    own = Drafter.load(tmp_path / "d", varied_trajectory)
+    assert own.notes == []
+    with pytest.warns(UserWarning, match="was trained for varied"):
+        other = Drafter.load(tmp_path / "d", tiny_trajectory)
+    assert "this target is tiny" in other.notes[0]
+    other.save(tmp_path / "again")
+    assert Drafter.load(tmp_path / "again", varied_trajectory).notes == []
+
+
+@pytest.mark.parametrize("name", ["smollm2-eagle3", "smollm2-eagle31-ttt2"])
+def test_a_folder_of_a_shipped_name_comes_first(tmp_path, monkeypatch, name):
+    own_tables().save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert load(name).config.vocab_size == 61

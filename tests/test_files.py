@@ -98,7 +98,6 @@ def test_a_writer_that_replaces_the_file_does_not_decide_its_mode(tmp_path):
     assert stat.S_IMODE((tmp_path / "a.bin").stat().st_mode) == stat.S_IMODE((tmp_path / "b.bin").stat().st_mode)
 
 
-
 @pytest.mark.parametrize(
     ("error", "told"),
     [

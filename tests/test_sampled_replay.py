@@ -13,7 +13,8 @@ from conftest import BOS, EOS, TinyTokenizer, tiny_llama
 from naive import naive_chain
 
 from driftlab import VARIANTS, Drafter, DriftlabError, Target, accept, all_starts, simulate, speculate
-from driftlab.acceptance import text_probability
+from driftlab.acceptance import _at_the_edge, text_probability
+from driftlab.draft import DraftLogits
 from driftlab.measure import replay_rows
 from driftlab.sampling import Sampling, draw
 from driftlab.simulation import difference, renewal
@@ -84,6 +85,14 @@ def test_moments_are_those_of_all_verdicts(stopped, depth, length):
     np.testing.assert_allclose(means, chances @ values, atol=1e-12)
     np.testing.assert_allclose(variances, chances @ values**2 - (chances @ values) ** 2, atol=1e-10)
     np.testing.assert_allclose(v, [sum(r[0] for r in runs if i in r[5]) for i in range(length)], atol=1e-12)
+
+
+def draft_options(drafting):
+    return {
+        "draft_temperature": drafting.temperature,
+        "draft_top_k": drafting.top_k,
+        "draft_top_p": drafting.top_p,
+    }
 
 
 # ---- a whole engine, enumerated
@@ -187,6 +196,7 @@ def engine(target, drafter, prompt, sampling, drafting, depth, limit):
         (Sampling(0.7), Sampling(1.3)),
         (Sampling(1.0, top_k=2), Sampling(0.8, top_k=2)),
         (Sampling(1.5, top_p=0.8), Sampling(1.5)),
+        (Sampling(1.2), Sampling(1.1, top_p=0.7)),
         (Sampling(0.0), Sampling(1.0)),
     ],
 )
@@ -211,9 +221,7 @@ def test_replay_is_the_conditional_expectation_of_an_enumerated_engine(three_wor
         out=tmp_path / "r",
     )
     draft = all_starts(drafter, trajectory, depth, temperatures=(drafting.temperature,), top=3)
-    expected = simulate(
-        accept(draft, trajectory, rule="rejection", draft_temperature=drafting.temperature, draft_top_k=drafting.top_k)
-    )
+    expected = simulate(accept(draft, trajectory, rule="rejection", **draft_options(drafting)))
     for i, text in enumerate(texts):
         chances = np.array([run[0] for run in results[text]])
         values = np.array([[run[1], run[2], *run[3]] for run in results[text]], dtype=float)
@@ -240,7 +248,7 @@ class Twelve(TinyTokenizer):
 def live_against_replay(target, drafter, prompt, sampling, drafting, depth, limit, runs, out):
     """Run live, record its own texts, replay them; return (rounds, z of rounds, emitted and passed depths)."""
     rule = "argmax" if drafting is None else "rejection"
-    options = {} if drafting is None else {"draft_temperature": drafting.temperature, "draft_top_k": drafting.top_k}
+    options = {} if drafting is None else draft_options(drafting)
     ids = target.tokenizer(prompt)["input_ids"]
     lives = [
         speculate(
@@ -295,7 +303,7 @@ def dice(tmp_path_factory):
 SETTINGS = [
     (Sampling(1.0), Sampling(1.0)),
     (Sampling(0.6, top_k=4), Sampling(1.0, top_k=3)),
-    (Sampling(1.2, top_p=0.9), Sampling(0.7)),
+    (Sampling(1.2, top_p=0.9), Sampling(0.7, top_p=0.9)),
 ]
 
 
@@ -361,7 +369,7 @@ def test_kept_logits_give_q_of_the_whole_softmax(varied_trajectory, make_drafter
     """Any kept temperature, any top_k up to the ranks kept, and depths cut afterwards."""
     vocab = [i for i in range(61) if i % 3]
     drafter = make_drafter("eagle31", draft_vocab=vocab)
-    draft = all_starts(drafter, varied_trajectory, 3, temperatures=(0.7, 1.0), top=8)
+    draft = all_starts(drafter, varied_trajectory, 3, temperatures=(0.7, 1.0), top=30)
     batch = varied_trajectory.batch(range(4))
     from driftlab.draft import text_at, unroll
 
@@ -369,17 +377,18 @@ def test_kept_logits_give_q_of_the_whole_softmax(varied_trajectory, make_drafter
         k, rows = state.depth - 1, state.starts.rows
         logits = drafter.logits(state.normed).double()
         wanted = text_at(batch, rows + state.depth + 1)
-        for temperature, top_k in ((0.7, 0), (1.0, 0), (0.3, 5), (2.0, 8), (0.0, 0)):
-            q = Sampling(temperature, top_k).process(logits.flatten(0, 1)).view(logits.shape)
+        for drafting in (
+            *(Sampling(0.7), Sampling(1.0), Sampling(0.3, 5), Sampling(2.0, 8), Sampling(0.7, top_p=0.5)),
+            Sampling(0.4, top_k=7, top_p=0.8),
+        ):
+            q = drafting.process(logits.flatten(0, 1)).view(logits.shape)
             wide = torch.zeros(*q.shape[:2], 61, dtype=q.dtype)
             wide[..., vocab] = q
             expected = wide.gather(2, wanted[..., None])[..., 0]
             valid = state.starts.valid
-            torch.testing.assert_close(
-                draft.logits.q(temperature, top_k)[..., k][valid], expected[valid], rtol=1e-5, atol=1e-9
-            )
-    cut = draft.upto(2).logits.q(0.7)
-    assert torch.equal(cut, draft.logits.q(0.7)[..., :2])
+            torch.testing.assert_close(draft.logits.q(drafting)[..., k][valid], expected[valid], rtol=1e-5, atol=1e-9)
+    cut = draft.upto(2).logits.q(Sampling(0.7))
+    assert torch.equal(cut, draft.logits.q(Sampling(0.7))[..., :2])
 
 
 def test_drafts_joined_from_batches_are_those_of_one(varied_trajectory, make_drafter):
@@ -424,13 +433,14 @@ def test_a_perfect_drafter_is_always_accepted(sampled, make_drafter):
             if j + k + 1 < len(p):
                 perfect[i, j, k] = p[j + k + 1].log() * 0.8
     logits = dataclasses.replace(draft.logits, text=perfect, lse=torch.zeros_like(draft.logits.lse))
-    result = accept(dataclasses.replace(draft, logits=logits), sampled, rule="rejection")
+    result = accept(dataclasses.replace(draft, logits=logits), sampled, rule="rejection", draft_top_k=0)
     assert result.probability[result.valid].min() > 1 - 1e-6
 
 
 def test_other_target_settings_are_refused_by_name(sampled, make_drafter):
     draft = all_starts(make_drafter("eagle3"), sampled, 2, temperatures=(0.8,))
-    accept(draft, sampled, rule="rejection", temperature=0.8, top_k=20, top_p=1.0)
+    inherited = accept(draft, sampled, rule="rejection", temperature=0.8, top_k=20, top_p=1.0)
+    assert inherited.drafting == Sampling(0.8, 20, 1.0)
     for name, value in (("temperature", 0.7), ("top_k", 0), ("top_p", 0.9)):
         with pytest.raises(DriftlabError, match=f"target {name} {value}: this text was recorded with {name}"):
             accept(draft, sampled, rule="rejection", **{name: value})
@@ -443,8 +453,19 @@ def test_what_the_rule_lacks_is_said(sampled, varied_target, varied_trajectory, 
     draft = all_starts(drafter, sampled, 2, temperatures=(0.8,), top=4)
     for message, call in (
         ("needs draft logits", lambda: accept(all_starts(drafter, sampled, 2), sampled, rule="rejection")),
+        ("above 0", lambda: all_starts(drafter, sampled, 2, temperatures=(float("nan"),))),
         ("draft top_k 5: only the 4 largest", lambda: accept(draft, sampled, rule="rejection", draft_top_k=5)),
-        ("kept for", lambda: accept(draft, sampled, rule="rejection", draft_temperature=1.0)),
+        ("draft top_k 20: only the 4 largest", lambda: accept(draft, sampled, rule="rejection")),
+        (
+            "top_p 0.999999: it reaches beyond the 4",
+            lambda: accept(draft, sampled, rule="rejection", draft_top_k=0, draft_top_p=0.999999),
+        ),
+        ("draft_temperature 0 is the arg max", lambda: accept(draft, sampled, rule="rejection", draft_temperature=0.0)),
+        (
+            "a batch does not know",
+            lambda: accept(all_starts(drafter, sampled.batch([0]), 2), sampled.batch([0]), top_k=3),
+        ),
+        ("kept for", lambda: accept(draft, sampled, rule="rejection", draft_temperature=1.0, draft_top_k=0)),
         ("belong to sampled drafts", lambda: accept(draft, sampled, draft_temperature=1.0)),
         ("choose from argmax, rejection", lambda: accept(draft, sampled, rule="greedy")),
         ("along the text", lambda: all_starts(drafter, sampled, 2, feed="own", temperatures=(1.0,))),
@@ -467,8 +488,9 @@ def test_what_the_rule_lacks_is_said(sampled, varied_target, varied_trajectory, 
     )
     with pytest.raises(DriftlabError, match="given, not sampled"):
         accept(all_starts(drafter, given, 2, temperatures=(0.8,)), given, rule="rejection")
-    with pytest.raises(DriftlabError, match="pass answers="):
-        varied_target.record(["abc"], own_answers=True, template=False, out=tmp_path / "h")
+    for answers in (None, ["hello"]):
+        with pytest.raises(DriftlabError, match="lists of ids"):
+            varied_target.record(["abc"], answers=answers, own_answers=True, template=False, out=tmp_path / "h")
     with pytest.raises(DriftlabError, match="draft_temperature above 0"):
         speculate(varied_target, drafter, [1, 2], depth=2, max_new_tokens=4, rule="rejection")
     with pytest.raises(DriftlabError, match="belong to rejection"):
@@ -497,9 +519,12 @@ def test_expected_rounds_agree_with_the_walk_when_nothing_is_left_to_chance(vari
 
 def test_rows_carry_the_rule_and_the_draft_settings(sampled, make_drafter):
     rows, expected = replay_rows(make_drafter("eagle31"), sampled, "d", depth=3, match_depth=5, rule="rejection")
-    assert set(rows["rule"]) == {"rejection"}
-    assert set(rows["draft_temperature"]) == {0.8}
+    drawn = rows[rows["quantity"] != "match"]
+    assert set(drawn["rule"]) == {"rejection"}
+    assert set(drawn["draft_temperature"]) == {0.8}
+    assert set(drawn["draft_top_k"]) == {20}
     assert set(rows["top_k"]) == {20}
+    assert set(rows.loc[rows["quantity"] == "match", "rule"]) == {"argmax"}
     by = rows.set_index("quantity")["value"]
     assert by["tau"] == expected.tau
     assert 1 <= expected.tau <= 4
@@ -526,3 +551,82 @@ def test_differences_are_paired(sampled, trained):
     other = simulate(accept(all_starts(trained["eagle3"], sampled.subset([1, 0]), 3), sampled.subset([1, 0])))
     with pytest.raises(DriftlabError, match="same prompts"):
         difference(simulations[0], other)
+
+
+def test_texts_of_the_same_names_are_not_paired(sampled, varied_trajectory, trained):
+    """The same four prompts, sampled here and greedy there: all ids agree, no text does."""
+    simulations = [
+        simulate(accept(all_starts(trained["eagle3"], data, 2), data)) for data in (sampled, varied_trajectory)
+    ]
+    assert simulations[0].acceptance.ids == simulations[1].acceptance.ids
+    with pytest.raises(DriftlabError, match="texts"):
+        difference(*simulations)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"temperature": 0.8, "top_k": 2}, {"temperature": 0.8, "top_p": 0.2}])
+def test_settings_that_cannot_have_made_the_text_are_refused(varied_target, make_drafter, wrong, tmp_path):
+    """Scored as certain, such tokens would give a tau made of plain q."""
+    free = varied_target.record(
+        ["hello world"], max_new_tokens=16, template=False, temperature=0.8, seed=3, out=tmp_path / "free"
+    )
+    said = {"max_new_tokens": 16, "template": False, "own_answers": True}
+    ids = free.tokens(0)[free.entries[0].prompt_length :].tolist()
+    claimed = varied_target.record(["hello world"], answers=[ids], out=tmp_path / "claimed", **said, **wrong)
+    draft = all_starts(make_drafter("eagle3"), claimed, 2, temperatures=(1.0,))
+    with pytest.raises(DriftlabError, match="are not those that made its text"):
+        accept(draft, claimed, rule="rejection", draft_temperature=1.0, draft_top_k=0, draft_top_p=1.0)
+    right = varied_target.record(["hello world"], answers=[ids], temperature=0.8, out=tmp_path / "right", **said)
+    assert text_probability(right, 0).tolist() == pytest.approx(text_probability(free, 0).tolist())
+
+
+def test_a_token_just_outside_a_cut_counts_as_inside():
+    logits = torch.tensor([3.0, 2.0, 2.0 - 1e-6, 1.0], dtype=torch.float64)
+    inside = _at_the_edge(Sampling(1.0, top_k=2), logits, 2)
+    assert inside == pytest.approx(float(logits[:3].softmax(-1)[2]), rel=1e-6)
+    assert _at_the_edge(Sampling(1.0, top_k=2), logits, 3) == 0
+    assert _at_the_edge(Sampling(0.0), logits, 1) == 0
+    assert _at_the_edge(Sampling(0.0), torch.tensor([3.0, 3.0 - 1e-6]).double(), 1) == 1
+    edge = float(logits.softmax(-1)[:1].sum())
+    assert _at_the_edge(Sampling(1.0, top_p=edge), logits, 1) == pytest.approx(
+        float(logits[:2].softmax(-1)[1]), rel=1e-6
+    )
+    assert _at_the_edge(Sampling(1.0, top_p=edge), logits, 3) == 0
+
+
+def test_ties_are_kept_on_both_sides(make_drafter, sampled):
+    """Half-precision drafters draw from every token tied with the k-th; replay must divide by all of them."""
+    logits = torch.tensor([[3.0, 2.0, 2.0, 1.0, 0.0]])
+    kept = DraftLogits(
+        text=torch.tensor([[[2.0]]]),
+        top=logits[:, None, None, :4],
+        lse=torch.zeros(1, 1, 1, 0),
+        temperatures=(),
+        vocab=5,
+    )
+    expected = Sampling(1.0, 2).process(logits)[0, 1]
+    assert float(kept.q(Sampling(1.0, 2))) == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(DriftlabError, match="equal to the last one"):
+        dataclasses.replace(kept, top=torch.tensor([[[[3.0, 2.0, 2.0]]]])).q(Sampling(1.0, 2))
+    assert float(dataclasses.replace(kept, top=logits[:, None, None]).q(Sampling(1.0, 50))) == pytest.approx(
+        float(logits.softmax(-1)[0, 1]), rel=1e-6
+    )
+
+
+def test_half_precision_targets_are_replayed_with_the_p_that_chose_their_text(tmp_path):
+    """Logits rounded to bfloat16 lie on a grid of 1/8 at 20: p would be off by several per cent."""
+    target = Target(tiny_llama(layers=6, scale=6.0).bfloat16(), TinyTokenizer(), aux_layers=(1, 3, 5))
+    trajectory = target.record(
+        ["hello world"], max_new_tokens=24, template=False, temperature=1.0, seed=1, out=tmp_path / "r"
+    )
+    entry, tokens = trajectory.entries[0], trajectory.tokens(0)
+    chosen = []
+    with torch.inference_mode():
+        for n in range(entry.prompt_length, entry.length):
+            logits = target.adapter.logits(target.adapter.hidden(tokens[None, :n])[:, -1])
+            chosen.append(float(Sampling(1.0).process(logits.double())[0, tokens[n]]))
+    assert logits.dtype == torch.float32
+    rounded = logits.bfloat16().float()
+    assert not torch.equal(logits, rounded)
+    # the states of a pass over the whole text differ from those of its prefixes in bfloat16: the bulk must agree
+    ratio = text_probability(trajectory, 0) / torch.tensor(chosen, dtype=torch.float64)
+    assert float((ratio.log().abs()).median()) < 0.05

@@ -902,8 +902,14 @@ def test_the_state_of_a_training_on_other_data_is_refused(varied_target, varied_
     train(fresh(sampled[0]), sampled[0], CONFIG, out=tmp_path / "d", stop_after=1)
     with pytest.raises(DriftlabError, match="state of another training"):
         train(fresh(sampled[1]), sampled[1], CONFIG, out=tmp_path / "d")
-    train(fresh(varied_trajectory), varied_trajectory, CONFIG, out=tmp_path / "held", held_out=sampled[0], stop_after=1)
-    for held_out in (None, sampled[1]):
+    aside = [
+        varied_target.record(
+            ["xy", "zz"], max_new_tokens=6, temperature=1.0, seed=seed, template=False, out=tmp_path / f"aside {seed}"
+        )
+        for seed in (0, 1)
+    ]
+    train(fresh(varied_trajectory), varied_trajectory, CONFIG, out=tmp_path / "held", held_out=aside[0], stop_after=1)
+    for held_out in (None, aside[1]):
         with pytest.raises(DriftlabError, match="state of another training"):
             train(fresh(varied_trajectory), varied_trajectory, CONFIG, out=tmp_path / "held", held_out=held_out)
 
@@ -1067,3 +1073,49 @@ def test_coverage_counts_answer_tokens(counted):
     assert coverage([z], counted) == 0
     assert coverage([a, b], counted.subset([1])) == pytest.approx(3 / 4)
     assert math.isnan(coverage([a], counted.subset([])))
+
+
+def test_what_is_trained_on_cannot_be_held_out(varied_trajectory, halves, tmp_path):
+    """Its tau would be in-sample, and would look like a result."""
+    with pytest.raises(DriftlabError, match="1 held-out prompts are trained on too, the first is 'prompts:3'"):
+        train(
+            fresh(varied_trajectory),
+            varied_trajectory.subset([0, 2]),
+            CONFIG,
+            out=tmp_path / "d",
+            held_out=varied_trajectory.subset([1, 2]),
+        )
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_last_state(varied_trajectory, tmp_path, monkeypatch):
+    """The loss may be finite where its gradient is not; the clip would write NaN into every weight."""
+    plain, calls = batch_loss, []
+
+    def spoilt(drafter, *args, **kwargs):
+        loss, logged = plain(drafter, *args, **kwargs)
+        calls.append(1)
+        if len(calls) == 3:
+            loss = loss + (drafter.fc.weight.flatten()[0] * 0).sqrt()
+        return loss, logged
+
+    config = dataclasses.replace(CONFIG, save_every=1)
+    drafter = fresh(varied_trajectory)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "batch_loss", spoilt)
+        with pytest.raises(DriftlabError, match="gradient at step 2 is not finite"):
+            train(drafter, varied_trajectory, config, out=tmp_path / "d")
+    assert all(p.isfinite().all() for p in drafter.parameters())
+    again = train(fresh(varied_trajectory), varied_trajectory, config, out=tmp_path / "d")
+    assert same_bits(again, train(fresh(varied_trajectory), varied_trajectory, config, out=tmp_path / "whole"))
+
+
+def test_the_log_pools_over_rows_and_has_nothing_where_there_was_none():
+    """1 of 10 right and 81 of 90 right are 82 of 100, not the mean of .1 and .9."""
+    steps = [
+        {"grad_norm": 1.0, "loss": 2.0, "match_1": 0.1, "loss_2": 0.0, "rows_1": 10, "rows_2": 0},
+        {"grad_norm": 3.0, "loss": 4.0, "match_1": 0.9, "loss_2": 0.0, "rows_1": 90, "rows_2": 0},
+    ]
+    pooled = training._pooled(steps)
+    assert math.isnan(pooled.pop("loss_2"))
+    assert pooled == {"grad_norm": 2.0, "loss": 3.0, "match_1": pytest.approx(0.82)}

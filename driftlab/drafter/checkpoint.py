@@ -8,6 +8,7 @@ strict: a tensor that is missing, unused or of the wrong shape is an error that 
 from __future__ import annotations
 
 import importlib.metadata
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def save(drafter: Drafter, path: str | Path, *, dtype: torch.dtype | None = None
     with atomic(path / "model.safetensors") as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", "driftlab_format_version": str(FORMAT_VERSION)})
         sort_metadata(temporary)
-    write_json(path / "config.json", _written_config(drafter.config))
+    write_json(path / "config.json", _written_config(drafter.config, drafter.trained_for))
 
 
 def load(path: str | Path, target: Any = None, *, aux_layers: tuple[int, ...] | None = None) -> Drafter:
@@ -95,11 +96,19 @@ def load(path: str | Path, target: Any = None, *, aux_layers: tuple[int, ...] | 
     _assign(drafter, tensors, path)
     if drafter.reduced and not bool(drafter.d2t.any()):
         notes.append(f"d2t: all zero, so the draft vocabulary is target ids 0..{config.draft_vocab_size - 1}")
+    if own and (saved := values["driftlab"].get("target")):
+        here, drafter.trained_for = drafter.trained_for, saved
+        if here is not None and here["fingerprint"] != saved["fingerprint"]:
+            notes.append(
+                f"{path} was trained for {saved['label']} (weights {saved['fingerprint'][:12]}), this target is "
+                f"{here['label']} ({here['fingerprint'][:12]}): states and head are not those that it learned from"
+            )
+            warnings.warn(notes[-1], stacklevel=3)
     drafter.notes = notes
     return drafter
 
 
-def _written_config(config: DrafterConfig) -> dict[str, Any]:
+def _written_config(config: DrafterConfig, trained_for: dict[str, str] | None) -> dict[str, Any]:
     plain = {key: value for key, value in config.to_dict().items() if key in _PLAIN_KNOWN}
     return {
         **plain,
@@ -112,6 +121,7 @@ def _written_config(config: DrafterConfig) -> dict[str, Any]:
             "format_version": FORMAT_VERSION,
             "driftlab_version": importlib.metadata.version("driftlab"),
             "config": config.to_dict(),
+            **({} if trained_for is None else {"target": trained_for}),
         },
     }
 

@@ -93,6 +93,9 @@ class Drafter(HookedModule):
         super().__init__()
         self._config = config
         self.notes: list[str] = []
+        spec = getattr(target, "spec", None)
+        #: label and fingerprint of the target that it is for, where known; written beside the weights
+        self.trained_for = None if spec is None else {"label": spec.label, "fingerprint": spec.fingerprint}
         head = None if target is None else target.head
         _check_fits(config, head)
         self._target_head = None if config.lm_head == "own" else head

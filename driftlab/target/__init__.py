@@ -158,8 +158,11 @@ class Target:
         loaded = load_prompts(prompts)
         prompt_ids = [tuple(encode(p, self.tokenizer, template=template, system=system)) for p in loaded]
         answer_ids = None if answers is None else self._encode_answers(answers, loaded, max_new_tokens)
-        if own_answers and answers is None:
-            raise DriftlabError("own_answers says what the given answers are: pass answers= with it")
+        if own_answers and (answers is None or any(isinstance(answer, str) for answer in answers)):
+            raise DriftlabError(
+                "own_answers says that the given token ids are the target's own: pass answers= with lists of ids (text "
+                "encoded again need not be the same tokens)"
+            )
         self._check_lengths(loaded, prompt_ids, max_new_tokens)
         job = Job(
             spec=self.spec,

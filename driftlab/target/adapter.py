@@ -34,6 +34,7 @@ _CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24"
 _MASS_ATTENTION = "driftlab_mass"
 _SLOT_ATTENTION = "driftlab_slots"
 _QUERY_BLOCK = 256
+_HEAD_BLOCK = 8192
 _CHECKSUM_BLOCK = 1 << 22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NOT_OF_THE_MODEL = {"architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
@@ -227,9 +228,17 @@ class Adapter:
         return self.decoder(tokens, **kwargs).last_hidden_state
 
     def logits(self, last_hidden: Float[Tensor, "*batch d_target"]) -> Float[Tensor, "*batch vocab"]:
-        """The head on post-norm states, in float32."""
+        """The head on post-norm states, in float32 whatever the model's type.
+
+        (Half-precision logits lie on a grid of 1/8 where they are large: probabilities would be off by several per cent, and
+        a text chosen by them could not be replayed from the recorded states.)
+        """
         head = self.model.get_output_embeddings()
-        return head(last_hidden.to(head.weight.device)).float()
+        states = last_hidden.to(head.weight.device)
+        if head.weight.dtype in (torch.float32, torch.float64):
+            return head(states.to(head.weight.dtype)).float()
+        wide = states.float()
+        return torch.cat([torch.nn.functional.linear(wide, w.float()) for w in head.weight.split(_HEAD_BLOCK)], -1)
 
     @torch.inference_mode()
     def check_head(self, tokens: Int[Tensor, "batch pos"]) -> None:

@@ -138,7 +138,7 @@ def converse(adapter: Adapter, job: SelfJob, numbers: Sequence[int], slots: int)
             if slot.stage == "done":
                 recorded = batch.recorded(place, slot)
                 if not checked:
-                    _check_same_pass(adapter, recorded)
+                    _check_same_pass(adapter, recorded, job.aux_layers)
                     checked = True
                 yield slot.number, recorded
                 if waiting:
@@ -282,15 +282,20 @@ class _Batch:
 
 
 @torch.inference_mode()
-def _check_same_pass(adapter: Adapter, recorded: Recorded) -> None:
+def _check_same_pass(adapter: Adapter, recorded: Recorded, aux_layers: Sequence[int]) -> None:
     """Raise DriftlabError unless an ordinary pass over a conversation gives the states that its slot gave."""
-    plain = adapter.hidden(recorded.tokens[None].to(adapter.device))[0].float().cpu()
-    worst = float((plain - recorded.last_hidden).abs().max() / plain.abs().max())
-    if not worst <= (1e-3 if adapter.dtype == torch.float32 else 0.1):  # so that NaN is refused too
-        raise DriftlabError(
-            f"{type(adapter.model).__name__} decoded in slots differs from its ordinary pass by {worst:.2g} of the largest "
-            "state: its attention cannot be run that way. Make prompts with target.self_prompts() and record those"
-        )
+    with adapter.capturing(aux_layers) as states:
+        last = adapter.hidden(recorded.tokens[None].to(adapter.device))[0].float().cpu()
+    aux = torch.stack([states[k][0].float().cpu() for k in aux_layers], 1)
+    rounding = torch.finfo(recorded.aux.dtype).eps
+    for name, plain, slot, extra in (("last", last, recorded.last_hidden, 0.0), ("aux", aux, recorded.aux, rounding)):
+        worst = float(((plain - slot.float()).norm(dim=-1) / plain.norm(dim=-1)).max())
+        if not worst <= (1e-3 if adapter.dtype == torch.float32 else 0.1) + extra:  # so that NaN is refused too
+            raise DriftlabError(
+                f"{type(adapter.model).__name__} decoded in slots differs from its ordinary pass: a {name} state by "
+                f"{worst:.2g} of its length. Its attention cannot be run that way. Make prompts with target.self_prompts() "
+                "and record those"
+            )
 
 
 def record_pieces(

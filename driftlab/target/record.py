@@ -67,7 +67,7 @@ class Job:
             "max_new_tokens": self.max_new_tokens,
             **dataclasses.asdict(self.sampling),
             "template": self.template,
-            "answers": "target" if self.own_answers else "given",
+            "answers": "target" if self.answers is None else "own" if self.own_answers else "given",
             "target_dtype": self.target_dtype,
             "store_dtype": self.store_dtype,
         }
