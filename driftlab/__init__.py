@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from driftlab.acceptance import Acceptance, accept
     from driftlab.draft import Chain, Draft, all_starts, chain
-    from driftlab.drafter import SHIPPED, VARIANTS, Drafter, DrafterConfig
+    from driftlab.drafter import VARIANTS, Drafter, DrafterConfig
     from driftlab.errors import DriftlabError
     from driftlab.plotting import (
         plot_acceptance,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _HOME = {
     "acceptance": ("Acceptance", "accept"),
     "draft": ("Chain", "Draft", "all_starts", "chain"),
-    "drafter": ("SHIPPED", "VARIANTS", "Drafter", "DrafterConfig"),
+    "drafter": ("VARIANTS", "Drafter", "DrafterConfig"),
     "errors": ("DriftlabError",),
     "plotting": (
         *("plot_acceptance", "plot_magnitude", "plot_mass", "plot_mass_grid", "plot_match", "plot_quantity"),
