@@ -27,7 +27,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise DriftlabError(f"{self}: temperature (finite) and top_k must be >= 0, top_p in (0, 1]")
+            raise DriftlabError(f"{self}: temperature and top_k must be >= 0, top_p in (0, 1]; all finite")
 
     def process(self, logits: Float[Tensor, "row vocab"]) -> Float[Tensor, "row vocab"]:
         """Return the processed distribution: temperature, then top-k, then top-p, renormalised. Greedy: one-hot."""

@@ -432,19 +432,23 @@ def uses_bfloat16(device: torch.device) -> bool:
 def split(trajectory: Trajectory, share: float = 0.05) -> tuple[Trajectory, Trajectory]:
     """Return (training, held-out) views; which side a sequence is on depends on its prompt's tokens alone.
 
-    So a prompt that occurs twice is on one side, and a longer recording of the same source keeps its split.
+    So a prompt that occurs twice is on one side, and a longer recording of the same source keeps its split. Of a recording
+    that is too short for the share one prompt is held out.
 
     Raises:
-        DriftlabError: a share outside (0, 1), or one that leaves a side empty.
+        DriftlabError: a share outside (0, 1), or nothing left to train on.
     """
     if not 0 < share < 1:
         raise DriftlabError(f"held-out share {share}: give a number between 0 and 1")
+    numbers = [int.from_bytes(_prompt_digest(trajectory, i)[:4], "little") for i in range(len(trajectory))]
+    limit = max(share * 2**32, min(numbers, default=0) + 1)
     sides: tuple[list[int], list[int]] = ([], [])
-    for index in range(len(trajectory)):
-        number = int.from_bytes(_prompt_digest(trajectory, index)[:4], "little")
-        sides[number < share * 2**32].append(index)
+    for index, number in enumerate(numbers):
+        sides[number < limit].append(index)
     if not all(sides):
-        raise DriftlabError(f"a share of {share} of {len(trajectory)} sequences leaves a side empty: record more")
+        raise DriftlabError(
+            f"holding out a share of {share} of {len(trajectory)} sequences leaves nothing to train on: record more"
+        )
     return trajectory.subset(sides[0]), trajectory.subset(sides[1])
 
 

@@ -421,9 +421,17 @@ def test_a_model_whose_pass_in_slots_is_another_is_refused(target, tmp_path, mon
 
 
 def test_an_ordinary_pass_that_is_not_finite_is_no_match(target, whole, monkeypatch):
-    monkeypatch.setattr(target.adapter, "hidden", lambda tokens: torch.full((1, tokens.shape[1], 32), torch.nan))
-    with pytest.raises(DriftlabError, match="differs from its ordinary pass"):
-        continuous._check_same_pass(target.adapter, whole[0])
+    plain = target.adapter.hidden
+    continuous._check_same_pass(target.adapter, whole[0], target.aux_layers)
+    monkeypatch.setattr(target.adapter, "hidden", lambda tokens: plain(tokens) * torch.nan)
+    with pytest.raises(DriftlabError, match="differs from its ordinary pass: a state .last"):
+        continuous._check_same_pass(target.adapter, whole[0], target.aux_layers)
+
+
+def test_aux_states_are_compared_too(target, whole):
+    with pytest.raises(DriftlabError, match="differs from its ordinary pass: a state .aux"):
+        shifted = dataclasses.replace(whole[0], aux=whole[0].aux.roll(1, 0))
+        continuous._check_same_pass(target.adapter, shifted, target.aux_layers)
 
 
 def test_learned_sinks_and_soft_caps_are_not_dropped_silently():

@@ -42,7 +42,7 @@ def test_demo_writes_what_it_promises_and_repeats(tmp_path):
     assert summary["variant"].tolist() == ["eagle3", "fc_norm", "norm_output", "eagle31"]
     assert summary.drop(columns="variant").notna().all(axis=None)
     assert (summary["tau"] >= 1).all()
-    assert {"recording", "live check"} <= set(stages)
+    assert "live check" in stages  # a recording that is in the cache has no stage
     written = pd.read_csv(tmp_path / "a" / "summary.csv")
     assert written.columns.tolist() == COLUMNS
     page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")

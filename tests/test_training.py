@@ -724,11 +724,18 @@ def test_a_share_that_is_none_is_refused(many, share):
         split(many, share)
 
 
-def test_a_split_that_leaves_a_side_empty_is_refused(many):
-    with pytest.raises(DriftlabError, match=r"a share of 0\.3 of 1 sequences leaves a side empty: record more"):
+def test_of_a_few_sequences_one_prompt_is_held_out(many):
+    learning, held_out = split(many, 1e-6)
+    prompts = [many.tokens(i)[: e.prompt_length].tolist() for i, e in enumerate(many.entries)]
+    aside = [held_out.tokens(i)[: e.prompt_length].tolist() for i, e in enumerate(held_out.entries)]
+    assert len({tuple(prompt) for prompt in aside}) == 1
+    assert len(learning) + len(held_out) == len(many)
+    assert len(aside) == prompts.count(aside[0])
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused(many):
+    with pytest.raises(DriftlabError, match=r"a share of 0\.3 of 1 sequences leaves nothing to train on: record more"):
         split(many.subset([0]), 0.3)
-    with pytest.raises(DriftlabError, match="leaves a side empty"):
-        split(many, 1e-6)
 
 
 # ---- the same bits

@@ -289,10 +289,10 @@ def _check_same_pass(adapter: Adapter, recorded: Recorded, aux_layers: Sequence[
     aux = torch.stack([states[k][0].float().cpu() for k in aux_layers], 1)
     rounding = torch.finfo(recorded.aux.dtype).eps
     for name, plain, slot, extra in (("last", last, recorded.last_hidden, 0.0), ("aux", aux, recorded.aux, rounding)):
-        worst = float(((plain - slot.float()).norm(dim=-1) / plain.norm(dim=-1)).max())
+        worst = float(((plain - slot.float()).norm(dim=-1) / plain.norm(dim=-1).clamp(min=1e-6)).max())
         if not worst <= (1e-3 if adapter.dtype == torch.float32 else 0.1) + extra:  # so that NaN is refused too
             raise DriftlabError(
-                f"{type(adapter.model).__name__} decoded in slots differs from its ordinary pass: a {name} state by "
+                f"{type(adapter.model).__name__} decoded in slots differs from its ordinary pass: a state ({name}) by "
                 f"{worst:.2g} of its length. Its attention cannot be run that way. Make prompts with target.self_prompts() "
                 "and record those"
             )
