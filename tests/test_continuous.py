@@ -1,5 +1,6 @@
 """Conversations that the target makes up itself: the states of its decoding, whatever the slots, and what is refused."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -429,8 +430,8 @@ def test_an_ordinary_pass_that_is_not_finite_is_no_match(target, whole, monkeypa
 
 
 def test_aux_states_are_compared_too(target, whole):
+    shifted = dataclasses.replace(whole[0], aux=whole[0].aux.roll(1, 0))
     with pytest.raises(DriftlabError, match="differs from its ordinary pass: a state .aux"):
-        shifted = dataclasses.replace(whole[0], aux=whole[0].aux.roll(1, 0))
         continuous._check_same_pass(target.adapter, shifted, target.aux_layers)
 
 
