@@ -161,11 +161,16 @@ def _attend_block(
         out=out.reshape(batch, heads, starts, -1),
         lse=lse,
         mass=p @ _one_hot(segments, p.dtype)[:, None] if stats.mass else None,
-        entropy=torch.special.entr(p).sum(-1) if stats.entropy else None,
+        entropy=_entropy(p) if stats.entropy else None,
         visible=(~hidden).sum(-1) + own,
         recent=_recent(p, rows, context, stats.recent) if stats.recent else None,
         columns=_columns(p[..., :context], valid) if stats.columns else None,
     )
+
+
+def _entropy(p: Tensor) -> Tensor:
+    """-sum p ln p, some starts at a time: the terms take as much room as p."""
+    return torch.cat([torch.special.entr(part).sum(-1) for part in p.split(max(1, p.shape[2] // 8), 2)], 2)
 
 
 def _one_hot(segments: Tensor, dtype: torch.dtype) -> Tensor:
