@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,8 @@ from driftlab.trajectory import Batch, Trajectory
 
 Feed = Literal["text", "own"]
 LOGIT_BLOCK_BYTES = 64 * 2**20
+_TIES = 8
+"""ranks kept beyond those asked for, to see which logits are equal to the last one"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class DraftLogits:
         if top_k:
             # ties with the k-th are kept, as in process
             kept = top >= top[..., top_k - 1 : top_k]
-            if ranks < self.vocab and bool(kept[..., -1].any()) and top_k < ranks:
+            if ranks < self.vocab and bool(kept[..., -1].any()):
                 raise DriftlabError(
                     f"draft top_k {top_k}: more logits are equal to the last one than are kept; {again}"
                 )
@@ -190,7 +193,7 @@ def _kept_logits(
     ):
         logits = drafter.logits(rows).float()
         texts.append(logits.gather(1, ids[:, None])[:, 0].masked_fill(~known, -torch.inf))
-        tops.append(logits.topk(min(top, len(vocab))).values)
+        tops.append(logits.topk(min(top + _TIES, len(vocab))).values)
         largest = logits.amax(-1)  # subtracted: small temperatures make large numbers
         lses.append(
             torch.stack([((logits - largest[:, None]) / t).logsumexp(-1) + largest / t for t in temperatures], -1)
@@ -383,17 +386,17 @@ def _joined(drafts: Sequence[Draft]) -> Draft:
         return drafts[0]
     starts = max(d.rows.shape[1] for d in drafts)
 
-    def joined(parts: Sequence[Tensor]) -> Tensor:
+    def joined(parts: Sequence[Tensor], fill: float = 0) -> Tensor:
         padded = []
         for part in parts:
-            padding = part.new_zeros(part.shape[0], starts - part.shape[1], *part.shape[2:])
+            padding = part.new_full((part.shape[0], starts - part.shape[1], *part.shape[2:]), fill)
             padded.append(torch.cat([part, padding], 1))
         return torch.cat(padded)
 
     logits, first = None, drafts[0].logits
     if first is not None:
         names = ("text", "top", "lse")
-        parts = (joined([getattr(d.logits, n) for d in drafts]) for n in names)
+        parts = (joined([getattr(d.logits, n) for d in drafts], math.nan) for n in names)
         logits = DraftLogits(*parts, first.temperatures, first.vocab)
     return Draft(
         tokens=joined([d.tokens for d in drafts]),

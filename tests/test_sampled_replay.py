@@ -391,13 +391,19 @@ def test_kept_logits_give_q_of_the_whole_softmax(varied_trajectory, make_drafter
     assert torch.equal(cut, draft.logits.q(Sampling(0.7))[..., :2])
 
 
-def test_drafts_joined_from_batches_are_those_of_one(varied_trajectory, make_drafter):
+def test_drafts_joined_from_batches_are_those_of_one(varied_target, make_drafter, tmp_path):
     drafter = make_drafter("eagle3")
-    whole = all_starts(drafter, varied_trajectory, 2, temperatures=(1.0,), max_tokens=10**6)
-    parts = all_starts(drafter, varied_trajectory, 2, temperatures=(1.0,), max_tokens=1)
+    texts = ["hello", "hello to all of you", "hi"]
+    data = varied_target.record(["abc", "q", "xyz"], answers=texts, template=False, out=tmp_path / "r")
+    whole = all_starts(drafter, data, 2, temperatures=(1.0,), max_tokens=10**6)
+    parts = all_starts(drafter, data, 2, temperatures=(1.0,), max_tokens=1)
     for name in ("text", "top", "lse"):
         a, b = getattr(whole.logits, name), getattr(parts.logits, name)
         torch.testing.assert_close(a[whole.valid], b[whole.valid], rtol=1e-5, atol=1e-5)
+    assert not whole.valid.all()
+    for drafting in (Sampling(1.0, 5), Sampling(1.0, top_p=0.3), Sampling(1.0)):  # padding ties with nothing
+        a, b = whole.logits.q(drafting), parts.logits.q(drafting)
+        torch.testing.assert_close(a[whole.valid], b[whole.valid], rtol=1e-4, atol=1e-7)
 
 
 @pytest.fixture(scope="module")
@@ -454,10 +460,10 @@ def test_what_the_rule_lacks_is_said(sampled, varied_target, varied_trajectory, 
     for message, call in (
         ("needs draft logits", lambda: accept(all_starts(drafter, sampled, 2), sampled, rule="rejection")),
         ("above 0", lambda: all_starts(drafter, sampled, 2, temperatures=(float("nan"),))),
-        ("draft top_k 5: only the 4 largest", lambda: accept(draft, sampled, rule="rejection", draft_top_k=5)),
-        ("draft top_k 20: only the 4 largest", lambda: accept(draft, sampled, rule="rejection")),
+        ("draft top_k 13: only the 12 largest", lambda: accept(draft, sampled, rule="rejection", draft_top_k=13)),
+        ("draft top_k 20: only the 12 largest", lambda: accept(draft, sampled, rule="rejection")),
         (
-            "top_p 0.999999: it reaches beyond the 4",
+            "top_p 0.999999: it reaches beyond the 12",
             lambda: accept(draft, sampled, rule="rejection", draft_top_k=0, draft_top_p=0.999999),
         ),
         ("draft_temperature 0 is the arg max", lambda: accept(draft, sampled, rule="rejection", draft_temperature=0.0)),
