@@ -56,14 +56,17 @@ def run_jobs(
     threads, before = max(1, cores // processes), set(multiprocessing.active_children())
     with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(reports, threads)) as pool:
         futures = [pool.submit(_call, function, index, job) for index, job in enumerate(jobs)]
-        waiting = set(futures)
+        waiting, told = set(futures), (-1, -1)
         try:
             while waiting:
                 done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
                 for future in done:
                     future.result()
                 _drain(reports, state)
-                progress(what, sum(d for d, _ in state), sum(t for _, t in state))
+                now = (sum(d for d, _ in state), sum(t for _, t in state))
+                if now != told:  # a log file gets a line per change, not per poll
+                    progress(what, *now)
+                    told = now
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - before:
