@@ -167,11 +167,11 @@ class Drafter(HookedModule):
 
     def set_draft_vocab(self, ids: Sequence[int] | Tensor) -> None:
         """Set d2t (offsets: target id = draft id + d2t[draft id]) and t2d from ascending target ids."""
-        ids = torch.as_tensor(ids, dtype=torch.int64)
+        ids = torch.as_tensor(ids, dtype=torch.int64).to(self.d2t.device)
         size, vocab = self.config.draft_vocab_size, self.config.vocab_size
         if ids.shape != (size,) or bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
             raise DriftlabError(f"the draft vocabulary must be {size} distinct ascending target ids in 0..{vocab - 1}")
-        self.d2t.copy_(ids - torch.arange(size))
+        self.d2t.copy_(ids - torch.arange(size, device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
         if self._target_head is not None:
