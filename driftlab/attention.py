@@ -6,18 +6,21 @@ For a query q of a start at row t, over the context keys c <= t and the keys tha
     mass[seg] = sum_{j in seg} p_j,   entropy = -sum_j p_j ln p_j  (nats),   lse = ln sum_j exp s_j.
 
 Mass per segment is attention over a one-hot segment matrix in the place of v, so no T x T map outlives a block of
-starts. Scores and masses are float32 (float64 if the inputs are). A learned sink logit (gpt-oss) joins the denominator
-and belongs to no segment: the masses then sum to 1 minus its share.
+starts; where gradients are wanted and there are several blocks, a block's map is made again in the backward pass. Scores
+and masses are float32 (float64 if the inputs are). A learned sink logit (gpt-oss) joins the denominator and belongs to no
+segment: the masses then sum to 1 minus its share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from driftlab.errors import DriftlabError
 from driftlab.segments import Segment
@@ -97,10 +100,15 @@ def attend(
     stats = stats or Stats()
     if block is None:
         block = max(1, BLOCK_BYTES // (4 * batch * heads * max(keys, 1)))
+    spans = [slice(first, first + block) for first in range(0, max(starts, 1), block)]
+    run: Callable[..., Attended] = _attend_block
+    if len(spans) > 1 and torch.is_grad_enabled() and any(t.requires_grad for t in (q, context_k, context_v)):
+        # the backward pass would keep the maps of all blocks, and of all depths: make each again when its turn comes
+        run = partial(checkpoint, _attend_block, use_reentrant=False, preserve_rng_state=False)
     # autocast would round the scores, and only those of context keys: own keys are not a matrix product
     with torch.autocast(q.device.type, enabled=False):
         parts = [
-            _attend_block(
+            run(
                 q[:, :, span],
                 context_k,
                 context_v,
@@ -114,7 +122,7 @@ def attend(
                 sink_logit,
                 stats,
             )
-            for span in (slice(first, first + block) for first in range(0, max(starts, 1), block))
+            for span in spans
         ]
     return parts[0] if len(parts) == 1 else _joined(parts)
 

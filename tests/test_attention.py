@@ -291,6 +291,31 @@ def test_gradients(own):
     assert torch.autograd.gradcheck(lambda *given: outputs(*given, *empty), tensors)
 
 
+def test_training_keeps_no_map_of_all_starts():
+    """Four depths of T = 4,096 would keep gigabytes of attention maps for the backward pass."""
+    from driftlab.attention import attend
+
+    case, scale = random_case(starts=64, context=64, own=1)
+    inputs = {name: t.clone().requires_grad_() for name, t in case.items() if t.is_floating_point()}
+    kept, grads = [], []
+    for block in (64, 8):
+        sizes = {}
+
+        def pack(tensor, sizes=sizes):
+            sizes[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = attend(**{**case, **inputs}, scale=scale, block=block).out
+        kept.append(max(sizes.values()))
+        grads.append(torch.autograd.grad(out.square().sum(), list(inputs.values())))
+    one_map = 2 * 4 * 64 * 65
+    assert kept[0] >= one_map
+    assert kept[1] < one_map / 2
+    for whole, blocks in zip(*grads, strict=True):
+        torch.testing.assert_close(whole, blocks, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_keep_scores_and_masses_in_float32(dtype):
     """The masses are those of the rounded inputs, not of rounded scores."""
