@@ -168,6 +168,30 @@ def drafting_of(
     Raises:
         DriftlabError: no such rule, settings that it does not have, or a text that it says nothing about.
     """
+    if isinstance(data, Batch):
+        if rule == "rejection":
+            raise DriftlabError(
+                'rule="rejection" needs the recording, which knows how its text was sampled: pass the trajectory'
+            )
+        return drafting_for(rule, Sampling(), temperature, top_k, top_p)
+    there = data.settings
+    if rule == "rejection" and there["answers"] == "given":
+        raise DriftlabError(
+            "these answers were given, not sampled from the target: how probable an accepted draft is, given the text, does "
+            "not follow from them. Record without answers="
+        )
+    made = Sampling(float(there["temperature"]), there["top_k"], float(there["top_p"]))
+    return drafting_for(rule, made, temperature, top_k, top_p)
+
+
+def drafting_for(
+    rule: str, target: Sampling, temperature: float | None, top_k: int | None, top_p: float | None
+) -> Sampling | None:
+    """Return how drafts are sampled, None for arg-max drafts; what is not given is the target's.
+
+    Raises:
+        DriftlabError: no such rule, settings that it does not have, or a temperature of 0.
+    """
     if rule not in RULES:
         raise DriftlabError(f"rule {rule!r}: choose from {', '.join(RULES)}")
     if rule == "argmax":
@@ -176,20 +200,10 @@ def drafting_of(
                 'draft_temperature, draft_top_k and draft_top_p belong to sampled drafts: rule="rejection"'
             )
         return None
-    if isinstance(data, Batch):
-        raise DriftlabError(
-            'rule="rejection" needs the recording, which knows how its text was sampled: pass the trajectory'
-        )
-    there = data.settings
-    if there["answers"] == "given":
-        raise DriftlabError(
-            "these answers were given, not sampled from the target: how probable an accepted draft is, given the text, does "
-            "not follow from them. Record without answers="
-        )
     chosen = Sampling(
-        float(there["temperature"] if temperature is None else temperature),
-        there["top_k"] if top_k is None else top_k,
-        float(there["top_p"] if top_p is None else top_p),
+        float(target.temperature if temperature is None else temperature),
+        target.top_k if top_k is None else top_k,
+        float(target.top_p if top_p is None else top_p),
     )
     if chosen.temperature == 0:
         said = "draft_temperature 0 is the arg max" if temperature == 0 else "the text is greedy"

@@ -20,6 +20,7 @@ larger number, since rounds start where the last draft failed: it is ``all_start
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,32 +48,29 @@ class Round:
     end: End
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """The rounds of every prompt, and what follows from them. ``K`` is ``depth``."""
+class _Outcome(ABC):
+    """What follows from the rounds, certain or expected: tau, its relatives, and the tidy rows."""
 
-    rounds: tuple[tuple[Round, ...], ...]
     acceptance: Acceptance
+
+    @property
+    @abstractmethod
+    def emitted(self) -> np.ndarray:
+        """Tokens emitted by the rounds that count, per prompt."""
+
+    @property
+    @abstractmethod
+    def verify_rounds(self) -> np.ndarray:
+        """Rounds that count, per prompt."""
+
+    @abstractmethod
+    def by_depth(self, index: int) -> tuple[Sequence[float], Sequence[float]]:
+        """Rounds of a prompt that accepted at least k drafts, and those that came to be judged at depth k; k = 1..K."""
 
     @property
     def depth(self) -> int:
         """Number of draft steps K."""
         return self.acceptance.depth
-
-    @property
-    def complete(self) -> list[list[Round]]:
-        """The rounds that count: all but those cut by the length limit."""
-        return [[r for r in rounds if r.end != "cut"] for rounds in self.rounds]
-
-    @property
-    def emitted(self) -> np.ndarray:
-        """Tokens emitted by the rounds that count, per prompt."""
-        return np.array([sum(r.emitted for r in rounds) for rounds in self.complete])
-
-    @property
-    def verify_rounds(self) -> np.ndarray:
-        """Rounds that count, per prompt."""
-        return np.array([len(rounds) for rounds in self.complete])
 
     @property
     def tau(self) -> float:
@@ -90,7 +88,56 @@ class Simulation:
         A round near the limit is known only if it fails early, so leaving out just the cut ones lowers tau a little, most
         for short answers, deep drafts and good drafters. Here rounds are left out by where they start, which does not.
         """
-        return _ratio(self.uncensored)
+        emitted, rounds = self.uncensored
+        return pooled_ratio(np.array([emitted]), np.array([rounds]))
+
+    @property
+    def all_starts_mean(self) -> float:
+        """1 + mean accept length over every start that has K comparable depths: not what a decoder achieves."""
+        lengths = self.acceptance.accept_length[self.acceptance.valid[..., -1]]
+        return float(lengths.double().mean()) + 1 if len(lengths) else float("nan")
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield tidy rows: per prompt emitted and rounds; per prompt and depth match and acceptance; pooled tau."""
+        yield from self.acceptance.records()
+        emitted, rounds = self.emitted.tolist(), self.verify_rounds.tolist()
+        for i, (name, category) in enumerate(zip(self.acceptance.ids, self.acceptance.categories, strict=True)):
+            key, (passed, reached) = {"prompt": name, "category": category}, self.by_depth(i)
+            yield {**key, "quantity": "emitted", "value": emitted[i], "n": rounds[i]}
+            yield {**key, "quantity": "rounds", "value": rounds[i], "n": 1}
+            for k in range(self.depth):
+                at = {**key, "depth": k + 1}
+                yield {**at, "quantity": "accept_unconditional", **share(passed[k], rounds[i])}
+                yield {**at, "quantity": "accept_conditional", **share(passed[k], reached[k])}
+        tau = self.tau_interval()
+        pooled = {"value": tau.value, "low": tau.low, "high": tau.high, "n": self.verify_rounds.sum().item()}
+        yield {"prompt": "", "quantity": "tau", **pooled}
+        yield {"prompt": "", "quantity": "tau_uncensored", "value": self.tau_uncensored, "n": self.uncensored[1]}
+        full = int(self.acceptance.valid[..., -1].sum())
+        yield {"prompt": "", "quantity": "all_starts_mean", "value": self.all_starts_mean, "n": full}
+
+
+@dataclass(frozen=True)
+class Simulation(_Outcome):
+    """The rounds of every prompt, and what follows from them. ``K`` is ``depth``."""
+
+    rounds: tuple[tuple[Round, ...], ...]
+    acceptance: Acceptance
+
+    @property
+    def complete(self) -> list[list[Round]]:
+        """The rounds that count: all but those cut by the length limit."""
+        return [[r for r in rounds if r.end != "cut"] for rounds in self.rounds]
+
+    @property
+    def emitted(self) -> np.ndarray:
+        """Tokens emitted by the rounds that count, per prompt."""
+        return np.array([sum(r.emitted for r in rounds) for rounds in self.complete])
+
+    @property
+    def verify_rounds(self) -> np.ndarray:
+        """Rounds that count, per prompt."""
+        return np.array([len(rounds) for rounds in self.complete])
 
     @property
     def uncensored(self) -> tuple[float, float]:
@@ -103,29 +150,15 @@ class Simulation:
             emitted, rounds = emitted + sum(r.emitted for r in kept), rounds + len(kept)
         return float(emitted), float(rounds)
 
-    @property
-    def all_starts_mean(self) -> float:
-        """1 + mean accept length over every start that has K comparable depths: not what a decoder achieves."""
-        return _all_starts_mean(self.acceptance)
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """Yield tidy rows: per prompt emitted and rounds; per prompt and depth match and acceptance; pooled tau."""
-        yield from self.acceptance.records()
-        for i, (name, category) in enumerate(zip(self.acceptance.ids, self.acceptance.categories, strict=True)):
-            key, rounds = {"prompt": name, "category": category}, self.complete[i]
-            yield {**key, "quantity": "emitted", "value": int(self.emitted[i]), "n": len(rounds)}
-            yield {**key, "quantity": "rounds", "value": len(rounds), "n": 1}
-            for k in range(1, self.depth + 1):
-                # after an accepted EOS nothing is compared: such a round has neither passed nor failed the next depth
-                reached = sum(r.accepted >= k - (r.end != "eos") for r in rounds)
-                passed = sum(r.accepted >= k for r in rounds)
-                yield {**key, "depth": k, "quantity": "accept_unconditional", **share(passed, len(rounds))}
-                yield {**key, "depth": k, "quantity": "accept_conditional", **share(passed, reached)}
-        yield from _pooled_records(self)
+    def by_depth(self, index: int) -> tuple[list[int], list[int]]:
+        """After an accepted EOS nothing is compared: such a round has neither passed nor failed the next depth."""
+        rounds, depths = self.complete[index], range(1, self.depth + 1)
+        passed = [sum(r.accepted >= k for r in rounds) for k in depths]
+        return passed, [sum(r.accepted >= k - (r.end != "eos") for r in rounds) for k in depths]
 
 
 @dataclass(frozen=True)
-class Expected:
+class Expected(_Outcome):
     """What the rounds of sampled drafting amount to, in expectation over the drafts and the verifier's dice, given the text.
 
     Same names as :class:`Simulation`; counts are expectations. ``starts[i] [row]``: probability that a round starts at each
@@ -142,11 +175,6 @@ class Expected:
     """emitted and rounds over the starts that :attr:`tau_uncensored` keeps"""
 
     @property
-    def depth(self) -> int:
-        """Number of draft steps K."""
-        return self.acceptance.depth
-
-    @property
     def emitted(self) -> np.ndarray:
         """Expected tokens emitted by the rounds that count, per prompt."""
         return self.means[:, 1]
@@ -156,63 +184,13 @@ class Expected:
         """Expected rounds that count, per prompt."""
         return self.means[:, 0]
 
-    @property
-    def tau(self) -> float:
-        """Expected tokens per expected verify round, pooled over prompts."""
-        return pooled_ratio(self.emitted, self.verify_rounds)
-
-    def tau_interval(self, samples: int = 2000, seed: int = 0) -> Interval:
-        """tau with its 95 % interval by bootstrap over prompts."""
-        return bootstrap_ratio(self.emitted, self.verify_rounds, samples=samples, seed=seed)
-
-    @property
-    def tau_uncensored(self) -> float:
-        """As :attr:`Simulation.tau_uncensored`."""
-        return _ratio(self.uncensored)
-
-    @property
-    def all_starts_mean(self) -> float:
-        """1 + mean expected accept length over every start that has K comparable depths: not what a decoder achieves."""
-        return _all_starts_mean(self.acceptance)
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows that :meth:`Simulation.records` yields."""
-        yield from self.acceptance.records()
-        for i, (name, category) in enumerate(zip(self.acceptance.ids, self.acceptance.categories, strict=True)):
-            key, (rounds, emitted, *by_depth) = {"prompt": name, "category": category}, self.means[i].tolist()
-            yield {**key, "quantity": "emitted", "value": emitted, "n": rounds}
-            yield {**key, "quantity": "rounds", "value": rounds, "n": 1}
-            for k in range(1, self.depth + 1):
-                passed, reached = by_depth[k - 1], by_depth[self.depth + k - 1]
-                yield {**key, "depth": k, "quantity": "accept_unconditional", **share(passed, rounds)}
-                yield {**key, "depth": k, "quantity": "accept_conditional", **share(passed, reached)}
-        yield from _pooled_records(self)
+    def by_depth(self, index: int) -> tuple[list[float], list[float]]:
+        """Expected numbers of them."""
+        counts = self.means[index, 2:].tolist()
+        return counts[: self.depth], counts[self.depth :]
 
 
-def _ratio(pair: tuple[float, float]) -> float:
-    return pooled_ratio(np.array([pair[0]]), np.array([pair[1]]))
-
-
-def _pooled_records(simulation: Simulation | Expected) -> Iterator[dict[str, Any]]:
-    tau = simulation.tau_interval()
-    pooled = {"value": tau.value, "low": tau.low, "high": tau.high, "n": simulation.verify_rounds.sum().item()}
-    yield {"prompt": "", "quantity": "tau", **pooled}
-    yield {
-        "prompt": "",
-        "quantity": "tau_uncensored",
-        "value": simulation.tau_uncensored,
-        "n": simulation.uncensored[1],
-    }
-    full = int(simulation.acceptance.valid[..., -1].sum())
-    yield {"prompt": "", "quantity": "all_starts_mean", "value": simulation.all_starts_mean, "n": full}
-
-
-def _all_starts_mean(acceptance: Acceptance) -> float:
-    lengths = acceptance.accept_length[acceptance.valid[..., -1]]
-    return float(lengths.double().mean()) + 1 if len(lengths) else float("nan")
-
-
-def simulate(acceptance: Acceptance) -> Any:
+def simulate(acceptance: Acceptance) -> Simulation | Expected:
     """Walk every sequence of an acceptance table: a :class:`Simulation` of arg-max drafts, :class:`Expected` of sampled."""
     if acceptance.rule == "rejection":
         return _expect(acceptance)

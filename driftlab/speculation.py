@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from driftlab.acceptance import drafting_for
 from driftlab.draft import Chain, check_depth
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
@@ -75,19 +76,7 @@ def speculate(
     """
     check_depth(depth)
     sampling = sampling or Sampling()
-    drafting = None
-    if rule == "rejection":
-        drafting = Sampling(
-            sampling.temperature if draft_temperature is None else draft_temperature,
-            sampling.top_k if draft_top_k is None else draft_top_k,
-            sampling.top_p if draft_top_p is None else draft_top_p,
-        )
-        if drafting.temperature == 0:
-            raise DriftlabError('rule="rejection" samples drafts: give a draft_temperature above 0')
-    elif rule != "argmax" or any(value is not None for value in (draft_temperature, draft_top_k, draft_top_p)):
-        raise DriftlabError(
-            f'rule {rule!r}: choose "argmax" or "rejection"; draft_temperature, draft_top_k and draft_top_p belong to rejection'
-        )
+    drafting = drafting_for(rule, sampling, draft_temperature, draft_top_k, draft_top_p)
     if len(prompt_ids) + max_new_tokens > target.spec.max_positions:
         raise DriftlabError(
             f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones are beyond the target's "

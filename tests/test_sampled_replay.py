@@ -499,7 +499,7 @@ def test_what_the_rule_lacks_is_said(sampled, varied_target, varied_trajectory, 
             varied_target.record(["abc"], answers=answers, own_answers=True, template=False, out=tmp_path / "h")
     with pytest.raises(DriftlabError, match="draft_temperature above 0"):
         speculate(varied_target, drafter, [1, 2], depth=2, max_new_tokens=4, rule="rejection")
-    with pytest.raises(DriftlabError, match="belong to rejection"):
+    with pytest.raises(DriftlabError, match="belong to sampled drafts"):
         speculate(varied_target, drafter, [1, 2], depth=2, max_new_tokens=4, draft_temperature=1.0)
 
 

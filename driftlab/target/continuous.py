@@ -364,8 +364,13 @@ def record_self(
         processes = min(processes, len(missing))
         if processes > 1:
             jobs = [(source, job, out, missing[i::processes], slots) for i in range(processes)]
-            shifted: Progress = lambda what, done, _: progress(what, before + done, pieces * PIECE)  # noqa: E731
-            run_jobs(_work, jobs, what=name, processes=processes, progress=shifted)
+            run_jobs(
+                _work,
+                jobs,
+                what=name,
+                processes=processes,
+                progress=lambda what, done, _: progress(what, before + done, pieces * PIECE),
+            )
         elif missing:
             adapter.check_head(torch.tensor([list(job.prefix)], device=adapter.device))
             record_pieces(adapter, job, out, missing, slots, lambda done: progress(name, before + done, pieces * PIECE))
