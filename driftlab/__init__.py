@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from driftlab.sampling import Sampling
     from driftlab.simulation import Expected, Simulation, difference, simulate
     from driftlab.speculation import speculate
+    from driftlab.stored import load_draft, save_draft
     from driftlab.target import Target
     from driftlab.training import TrainConfig, choose_draft_vocab, split, train
     from driftlab.trajectory import Trajectory
+    from driftlab.trees import DynamicTree, StaticTree, tree_all_starts
 
 _HOME = {
     "acceptance": ("Acceptance", "accept"),
@@ -50,9 +52,11 @@ _HOME = {
     "sampling": ("Sampling",),
     "simulation": ("Expected", "Simulation", "difference", "simulate"),
     "speculation": ("speculate",),
+    "stored": ("load_draft", "save_draft"),
     "target": ("Target",),
     "training": ("TrainConfig", "choose_draft_vocab", "split", "train"),
     "trajectory": ("Trajectory",),
+    "trees": ("DynamicTree", "StaticTree", "tree_all_starts"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -1,15 +1,12 @@
 r"""Which drafted tokens the target accepts, at every start and depth, given the recorded text.
 
-Two ways to draft, with the verifier's one rule (accept a draft x with probability min(1, p(x) / q(x)), else draw from the
-positive part of p - q; p and q processed):
+Arg-max drafts are accepted iff they are the text, greedy or sampled, whatever the verifier's rule. Sampled drafts are
+accepted with a probability that the text determines, rule by rule (:mod:`driftlab.rules`). Rejection sampling: the joint
+probability of "the output is y and it was an accepted draft" is min(p(y), q(y)), that of "the output is y" is p(y); hence
 
-    argmax      q is one-hot. A draft is accepted iff the text's token is the draft, greedy text or sampled.
-    rejection   drafts are sampled from q. The joint probability of "the output is y and it was an accepted draft" is
-                min(p(y), q(y)), that of "the output is y" is p(y); hence
+    P(accept | output y) = min(1, q(y) / p(y)),
 
-                    P(accept | output y) = min(1, q(y) / p(y)),
-
-                exact for each depth given that all earlier drafts were accepted (they then are the text).
+exact for each depth given that all earlier drafts were accepted (they then are the text).
 
 A start at row t drafts tokens t + 2, t + 3, ...; depth k is comparable while t + k + 1 is at most the last answer token.
 """
@@ -26,12 +23,11 @@ from torch import Tensor
 
 from driftlab.draft import Draft, text_digest
 from driftlab.errors import DriftlabError
+from driftlab.probability import text_probabilities
+from driftlab.rules import RULES, SAMPLED_RULES, given_text
 from driftlab.sampling import Sampling
 from driftlab.trajectory import Batch, Trajectory
-
-RULES = ("argmax", "rejection")
-_BLOCK_BYTES = 64 * 2**20
-_EDGE = 1e-3
+from driftlab.trees import Tree, TreeDraft
 
 
 @dataclass(frozen=True)
@@ -52,6 +48,8 @@ class Acceptance:
     sampled: Float[Tensor, "batch start depth"] | None = None
     drafting: Sampling | None = None
     digests: tuple[str, ...] = ()
+    tree: Tree | None = None
+    """of tree drafts, whose ``match`` at depth k says that a path of nodes follows the text so far"""
 
     @property
     def depth(self) -> int:
@@ -69,7 +67,7 @@ class Acceptance:
 
         Integers for arg-max drafts, expectations (float64) for sampled ones.
         """
-        if self.rule == "argmax":
+        if self.sampled is None:
             return self.match.long().cumprod(-1).sum(-1)
         return self.probability.cumprod(-1).sum(-1)
 
@@ -77,8 +75,10 @@ class Acceptance:
         """Yield tidy rows: per prompt and depth, over all starts, the share at which the arg-max draft equals the text, and,
         for sampled drafts, the mean probability of accepting the text's token.
         """
+        if self.tree is not None:  # a position of a tree has no rate (Spec-Bench#8)
+            return
         matches, starts = self.match.sum(1).tolist(), self.valid.sum(1).tolist()
-        sampled = self.probability.sum(1).tolist() if self.rule == "rejection" else None
+        sampled = None if self.sampled is None else self.sampled.sum(1).tolist()
         for i, (name, category) in enumerate(zip(self.ids, self.categories, strict=True)):
             for k in range(self.depth):
                 at = {"prompt": name, "category": category, "depth": k + 1, "quantity": "match"}
@@ -88,7 +88,7 @@ class Acceptance:
 
 
 def accept(
-    draft: Draft,
+    draft: Draft | TreeDraft,
     data: Trajectory | Batch,
     *,
     rule: str = "argmax",
@@ -102,9 +102,9 @@ def accept(
     """Compare drafts with the text they were made for.
 
     Args:
-        draft: of ``data``; for ``rule="rejection"`` made by ``all_starts(..., temperatures=...)``.
+        draft: of ``data``, chains or trees; for sampled drafts made by ``all_starts(..., temperatures=...)``.
         data: a recording; one batch of it will do for arg-max drafts.
-        rule: "argmax" or "rejection" (sampled drafts): see the module.
+        rule: "argmax" drafts, or the rule that sampled drafts are verified by: "rejection", "block", "exact", "q1".
         draft_temperature: of sampled drafts, and likewise ``draft_top_k`` (0: off) and ``draft_top_p`` (1: off); default the
             text's own, as engines do.
         draft_top_k: see ``draft_temperature``.
@@ -139,8 +139,16 @@ def accept(
     valid = draft.valid[..., None] & (positions <= last[..., None])
     if not torch.equal(draft.rows[:, 0], torch.tensor(prompts) - 1):
         raise DriftlabError("the draft's first rows are not the answers' first rows: replay needs every answer row")
-    match = (draft.tokens == actual) & valid
-    sampled = None if drafting is None else _sampled(draft, data, drafting, valid)
+    tree = draft.tree if isinstance(draft, TreeDraft) else None
+    if tree is not None and rule != "argmax":
+        raise DriftlabError(
+            f'rule {rule!r}: a tree\'s children are not drawn by chance; they are accepted by rule="argmax"'
+        )
+    if tree is None:
+        match = (draft.tokens == actual) & valid
+    else:
+        match = (torch.arange(draft.depth) < draft.accept_length(actual)[..., None]) & valid
+    sampled = None if drafting is None else _sampled(draft, data, rule, drafting, valid)
     return Acceptance(
         match=match,
         valid=valid,
@@ -153,6 +161,7 @@ def accept(
         categories=categories,
         finish=finish,
         digests=digests,
+        tree=tree,
     )
 
 
@@ -169,13 +178,13 @@ def drafting_of(
         DriftlabError: no such rule, settings that it does not have, or a text that it says nothing about.
     """
     if isinstance(data, Batch):
-        if rule == "rejection":
+        if rule in SAMPLED_RULES:
             raise DriftlabError(
-                'rule="rejection" needs the recording, which knows how its text was sampled: pass the trajectory'
+                f'rule="{rule}" needs the recording, which knows how its text was sampled: pass the trajectory'
             )
         return drafting_for(rule, Sampling(), temperature, top_k, top_p)
     there = data.settings
-    if rule == "rejection" and there["answers"] == "given":
+    if rule in SAMPLED_RULES and there["answers"] == "given":
         raise DriftlabError(
             "these answers were given, not sampled from the target: how probable an accepted draft is, given the text, does "
             "not follow from them. Record without answers="
@@ -192,12 +201,16 @@ def drafting_for(
     Raises:
         DriftlabError: no such rule, settings that it does not have, or a temperature of 0.
     """
+    if rule == "typical":
+        raise DriftlabError(
+            "typical acceptance changes the text, so a recording says nothing about it: run it with speculate()"
+        )
     if rule not in RULES:
         raise DriftlabError(f"rule {rule!r}: choose from {', '.join(RULES)}")
     if rule == "argmax":
         if any(value is not None for value in (temperature, top_k, top_p)):
             raise DriftlabError(
-                'draft_temperature, draft_top_k and draft_top_p belong to sampled drafts: rule="rejection"'
+                f"draft_temperature, draft_top_k and draft_top_p belong to sampled drafts: rule = {', '.join(SAMPLED_RULES)}"
             )
         return None
     chosen = Sampling(
@@ -227,82 +240,28 @@ def _refuse_other_settings(data: Trajectory | Batch, asked: dict[str, Any]) -> N
             )
 
 
-def _sampled(draft: Draft, data: Trajectory, drafting: Sampling, valid: Tensor) -> Tensor:
-    """min(1, q / p) of the text's tokens, [batch start depth]; float64, 0 where there is none."""
+def _sampled(draft: Draft, data: Trajectory, rule: str, drafting: Sampling, valid: Tensor) -> Tensor:
+    """Probability of accepting the text's tokens, [batch start depth]; float64, 0 where there is none."""
     if draft.logits is None:
         raise DriftlabError(
-            'rule="rejection" needs draft logits: all_starts(drafter, trajectory, depth, '
+            f'rule="{rule}" needs draft logits: all_starts(drafter, trajectory, depth, '
             f"temperatures=({drafting.temperature},))"
         )
     q = draft.logits.q(drafting)
     p = torch.ones(len(data), draft.rows.shape[1] + draft.depth + 1, dtype=torch.float64)
-    for index in range(len(data)):
-        row = text_probability(data, index)
+    for index, row in enumerate(text_probabilities(data)):
         p[index, : len(row)] = row
     # start j at depth k is judged by row P - 1 + j + k
     place = torch.arange(draft.rows.shape[1])[:, None] + torch.arange(1, draft.depth + 1)
-    ratio = (q / p[:, place]).clamp(max=1)
-    bad = valid & ~ratio.isfinite()
+    chance = given_text(rule, q, p[:, place])
+    bad = valid & ~chance.isfinite()
     if bool(bad.any()):
         i, start, depth = bad.nonzero()[0].tolist()
         raise DriftlabError(
             f"the draft's probability of the text is not finite: sequence {draft.ids[i]!r}, row {int(draft.rows[i, start])}, "
             f"depth {depth + 1}. Half-precision logits overflow: draft in float32"
         )
-    return ratio.masked_fill(~valid, 0)
-
-
-@torch.no_grad()
-def text_probability(trajectory: Trajectory, index: int) -> Float[Tensor, " row"]:
-    """Return the processed probability with which each answer token of a sequence was chosen; float64, in row order P - 1...
-
-    Computed once per sequence from the recorded last hidden state; logits exist for a block of rows at a time. A token at
-    the very edge of a cut, which rounding puts outside, counts as inside.
-
-    Raises:
-        DriftlabError: a token that the recording's settings could not have chosen.
-    """
-    entry = trajectory.entries[index]
-    key = f"p {entry.piece} {entry.offset}"
-    if key not in trajectory._opened:
-        settings, sequence, head = trajectory.settings, trajectory[index], trajectory.head
-        sampling = Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
-        rows = slice(entry.prompt_length - 1, entry.length - 1)
-        hidden, chosen = sequence.last_hidden[rows], sequence.tokens[entry.prompt_length :]
-        block = max(1, _BLOCK_BYTES // (8 * trajectory.spec.vocab_size))
-        parts: list[Tensor] = []
-        for states, tokens in zip(hidden.split(block), chosen.split(block), strict=True):
-            logits = head.logits(states).double()
-            p = sampling.process(logits).gather(1, tokens[:, None])[:, 0]
-            for place in (p <= 0).nonzero()[:, 0].tolist():
-                p[place] = _at_the_edge(sampling, logits[place], int(tokens[place]))
-                if not p[place] > 0:
-                    position = entry.prompt_length + sum(map(len, parts)) + place
-                    raise DriftlabError(
-                        f"sequence {entry.id!r}, token {position}: with temperature {sampling.temperature}, top_k "
-                        f"{sampling.top_k}, top_p {sampling.top_p} the target cannot have chosen token "
-                        f"{int(tokens[place])}: the recording's settings are not those that made its text"
-                    )
-            parts.append(p)
-        trajectory._opened[key] = torch.cat(parts)
-    return trajectory._opened[key]
-
-
-def _at_the_edge(sampling: Sampling, logits: Float[Tensor, " vocab"], token: int) -> float:
-    """Probability of a token just outside a cut, as if it were inside; 0 if it is further off than rounding goes."""
-    gap = float(logits.max() - logits[token])
-    if sampling.temperature == 0:
-        return 1.0 if gap <= _EDGE else 0.0
-    scores = logits / sampling.temperature
-    p = sampling.process(logits[None])[0]
-    if sampling.top_k and float(scores.topk(min(sampling.top_k, len(scores))).values[-1] - scores[token]) > _EDGE:
-        return 0.0
-    before = Sampling(sampling.temperature, sampling.top_k).process(logits[None])[0][scores > scores[token]].sum()
-    if sampling.top_p < 1 and float(before) > sampling.top_p + _EDGE:
-        return 0.0
-    best = int(scores.argmax())
-    kept = scores[best] - p[best].log()  # log-sum-exp of the scores inside the cut
-    return float((scores[token] - torch.logaddexp(kept, scores[token])).exp())
+    return chance.masked_fill(~valid, 0)
 
 
 def _texts(

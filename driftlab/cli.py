@@ -236,7 +236,7 @@ def simulate(
     drafters: Positional[tuple[Path, ...]],
     out: Path = Path("runs/simulate.parquet"),
     depth: int = 8,
-    rule: Literal["argmax", "rejection"] = "argmax",
+    rule: Literal["argmax", "rejection", "block", "exact", "q1"] = "argmax",
     draft_temperature: float | None = None,
     draft_top_k: int | None = None,
     draft_top_p: float | None = None,
@@ -251,7 +251,7 @@ def simulate(
         drafters: one or more drafter folders.
         out: .parquet or .csv.
         depth: K, drafted tokens a round.
-        rule: drafts are the arg max, or sampled ("rejection": in expectation, given the text).
+        rule: drafts are the arg max, or sampled and verified by this rule (in expectation, given the text).
         draft_temperature: of sampled drafts; default the recording's.
         draft_top_k: of sampled drafts, 0 off; default the recording's.
         draft_top_p: of sampled drafts, 1 off; default the recording's.

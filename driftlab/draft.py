@@ -314,9 +314,7 @@ class Chain:
         ``choose``: given draft logits [batch draft_vocab], returns draft ids [batch].
         """
         check_depth(depth)
-        if self._state is None:
-            raise DriftlabError("extend() the chain with context rows before drafting")
-        state, tokens = self._state, []
+        state, tokens = self.take(), []
         while True:
             check_finite(state)
             if choose is None:
@@ -327,8 +325,18 @@ class Chain:
             if len(tokens) == depth:
                 break
             state = self.drafter.next(state, tokens[-1])
-        self._state = None
         return torch.cat(tokens, 1)
+
+    def take(self) -> DraftState:
+        """Return the state at depth 1 after the last ``extend``, for one draft: its own keys grow in place.
+
+        Raises:
+            DriftlabError: when it was taken already, or nothing was extended.
+        """
+        if self._state is None:
+            raise DriftlabError("extend() the chain with context rows before drafting")
+        state, self._state = self._state, None
+        return state
 
 
 def chain(drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: int) -> Int[Tensor, "batch depth"]:

@@ -53,7 +53,7 @@ def replay_rows(
     draft_top_p: float | None = None,
     progress: Progress = silent,
 ) -> tuple[pd.DataFrame, Simulation | Expected]:
-    """Replay drafting of K = ``depth`` tokens a round, arg-max or sampled (``rule="rejection"``); return rows and simulation.
+    """Replay drafting of K = ``depth`` tokens a round, arg-max or sampled (see :func:`accept`); return rows, simulation.
 
     ``match`` rows are over all starts (to ``match_depth`` if that is deeper: match does not depend on K), the acceptance
     rows and tau over the rounds of the walk; ``starts`` says which.

@@ -23,12 +23,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 
 from driftlab.acceptance import Acceptance, share
 from driftlab.errors import DriftlabError
+from driftlab.histogram import RequestHistogram
 from driftlab.results import Interval, bootstrap_difference, bootstrap_ratio, pooled_ratio
 
 End = Literal["bonus", "eos", "cut"]
@@ -67,6 +69,18 @@ class _Outcome(ABC):
     def by_depth(self, index: int) -> tuple[Sequence[float], Sequence[float]]:
         """Rounds of a prompt that accepted at least k drafts, and those that came to be judged at depth k; k = 1..K."""
 
+    @abstractmethod
+    def round_counts(self, index: int) -> dict[str, tuple[float, ...]]:
+        """Rounds of a prompt by how they ended and by what they accepted: {"bonus", "eos", "cut"} to [K + 1]."""
+
+    def histograms(self) -> tuple[RequestHistogram, ...]:
+        """Return the record that other tools' numbers follow from (:mod:`driftlab.conventions`), one a prompt."""
+        told = self.acceptance
+        return tuple(
+            RequestHistogram(name, category, self.depth, **self.round_counts(i), tree=told.tree is not None)
+            for i, (name, category) in enumerate(zip(told.ids, told.categories, strict=True))
+        )
+
     @property
     def depth(self) -> int:
         """Number of draft steps K."""
@@ -98,13 +112,21 @@ class _Outcome(ABC):
         return float(lengths.double().mean()) + 1 if len(lengths) else float("nan")
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield tidy rows: per prompt emitted and rounds; per prompt and depth match and acceptance; pooled tau."""
+        """Yield tidy rows: per prompt emitted and rounds; per prompt and depth match and acceptance; pooled tau.
+
+        Of trees: per prompt the share of rounds that accept a path exactly so deep.
+        """
         yield from self.acceptance.records()
         emitted, rounds = self.emitted.tolist(), self.verify_rounds.tolist()
         for i, (name, category) in enumerate(zip(self.acceptance.ids, self.acceptance.categories, strict=True)):
             key, (passed, reached) = {"prompt": name, "category": category}, self.by_depth(i)
             yield {**key, "quantity": "emitted", "value": emitted[i], "n": rounds[i]}
             yield {**key, "quantity": "rounds", "value": rounds[i], "n": 1}
+            if self.acceptance.tree is not None:
+                yield {**key, "quantity": "accepted_nothing", **share(rounds[i] - passed[0], rounds[i])}
+                for k, (here, deeper) in enumerate(pairwise((*passed, 0)), 1):
+                    yield {**key, "depth": k, "quantity": "accepted_exactly", **share(here - deeper, rounds[i])}
+                continue
             for k in range(self.depth):
                 at = {**key, "depth": k + 1}
                 yield {**at, "quantity": "accept_unconditional", **share(passed[k], rounds[i])}
@@ -150,6 +172,13 @@ class Simulation(_Outcome):
             emitted, rounds = emitted + sum(r.emitted for r in kept), rounds + len(kept)
         return float(emitted), float(rounds)
 
+    def round_counts(self, index: int) -> dict[str, tuple[float, ...]]:
+        """Whole numbers."""
+        counts = {end: [0.0] * (self.depth + 1) for end in ("bonus", "eos", "cut")}
+        for r in self.rounds[index]:
+            counts[r.end][r.accepted] += 1
+        return {name: tuple(values) for name, values in counts.items()}
+
     def by_depth(self, index: int) -> tuple[list[int], list[int]]:
         """After an accepted EOS nothing is compared: such a round has neither passed nor failed the next depth."""
         rounds, depths = self.complete[index], range(1, self.depth + 1)
@@ -184,6 +213,20 @@ class Expected(_Outcome):
         """Expected rounds that count, per prompt."""
         return self.means[:, 0]
 
+    def round_counts(self, index: int) -> dict[str, tuple[float, ...]]:
+        """Expected numbers."""
+        counts = {end: np.zeros(self.depth + 1) for end in ("bonus", "eos", "cut")}
+        end = "eos" if self.acceptance.finish[index] == "stop" else "cut"
+        probability, remaining = self.acceptance.probability[index].numpy(), self.acceptance.remaining[index].tolist()
+        for start, v in enumerate(self.starts[index]):
+            left = remaining[start]
+            chance = v * _outcomes(probability[start], left)
+            kept = min(len(chance), left)
+            counts["bonus"][:kept] += chance[:kept]
+            if len(chance) > left:
+                counts[end][left] += chance[left]
+        return {name: tuple(values.tolist()) for name, values in counts.items()}
+
     def by_depth(self, index: int) -> tuple[list[float], list[float]]:
         """Expected numbers of them."""
         counts = self.means[index, 2:].tolist()
@@ -192,7 +235,7 @@ class Expected(_Outcome):
 
 def simulate(acceptance: Acceptance) -> Simulation | Expected:
     """Walk every sequence of an acceptance table: a :class:`Simulation` of arg-max drafts, :class:`Expected` of sampled."""
-    if acceptance.rule == "rejection":
+    if acceptance.sampled is not None:
         return _expect(acceptance)
     lengths, remaining = acceptance.accept_length.tolist(), acceptance.remaining.tolist()
     rows = acceptance.rows[:, 0].tolist()
@@ -260,10 +303,7 @@ def renewal(
     v, (first, second) = np.zeros(count), np.zeros((2, count + 1, 2 + 2 * depth))
     chances = []
     for start in range(count):
-        reach = min(depth, remaining[start])
-        chance = np.concatenate([[1.0], np.cumprod(probability[start, :reach])])
-        chance[:-1] *= 1 - probability[start, :reach]
-        chances.append(chance)
+        chances.append(_outcomes(probability[start], remaining[start]))
     for start in reversed(range(count)):
         chance, left = chances[start], remaining[start]
         n = min(len(chance), left)  # outcomes that end in the target's own token
@@ -281,6 +321,14 @@ def renewal(
         n = min(len(chances[start]), remaining[start], count - start - 1)
         v[start + 1 : start + 1 + n] += v[start] * chances[start][:n]
     return v, first[0], np.maximum(second[0] - first[0] ** 2, 0)
+
+
+def _outcomes(probability: np.ndarray, left: int) -> np.ndarray:
+    """Chance that a round accepts exactly 0, 1, ... min(K, left) drafts, from those of accepting each after the others."""
+    tried = probability[: min(len(probability), left)]
+    chance = np.concatenate([[1.0], np.cumprod(tried)])
+    chance[:-1] *= 1 - tried
+    return chance
 
 
 def walk(accept_lengths: Sequence[int], remaining: Sequence[int], *, first_row: int, stopped: bool) -> Iterator[Round]:

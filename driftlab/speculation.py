@@ -11,8 +11,9 @@ one-hot q.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -22,23 +23,26 @@ from driftlab.acceptance import drafting_for
 from driftlab.draft import Chain, check_depth
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
+from driftlab.rules import verify
 from driftlab.sampling import Sampling, draw
 from driftlab.simulation import Round
 from driftlab.target import Target
 from driftlab.target.adapter import allow_crop, crop
 from driftlab.target.sampling import streams
+from driftlab.trees import Tree, draft_tree
 
 
 @dataclass(frozen=True)
 class Live:
     """A live run. ``tokens``: the answer; ``rounds`` as :func:`driftlab.simulation.walk` gives them; ``finish``;
-    ``seconds``: wall time spent ``{"prefill", "draft", "verify"}``.
+    ``seconds``: wall time spent ``{"prefill", "draft", "verify"}``; ``lossless``: False if the rule changes the text.
     """
 
     tokens: tuple[int, ...]
     rounds: tuple[Round, ...]
     finish: str
     seconds: dict[str, float]
+    lossless: bool = True
 
 
 @torch.inference_mode()
@@ -47,13 +51,16 @@ def speculate(
     drafter: Drafter,
     prompt_ids: Sequence[int],
     *,
-    depth: int,
+    depth: int | None = None,
+    tree: Tree | None = None,
     max_new_tokens: int,
     sampling: Sampling | None = None,
     rule: str = "argmax",
     draft_temperature: float | None = None,
     draft_top_k: int | None = None,
     draft_top_p: float | None = None,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
 ) -> Live:
     """Decode one prompt with speculation.
 
@@ -61,22 +68,39 @@ def speculate(
         target: verifies.
         drafter: drafts ``depth`` tokens a round; on any device.
         prompt_ids: the prompt's tokens, e.g. ``trajectory.tokens(i)[:prompt_length].tolist()``.
-        depth: K.
+        depth: K, of chains.
+        tree: draft such a tree a round in place of a chain; verified in one pass over its nodes, a child being accepted iff
+            it is the target's own next token (``rule`` stays "argmax").
         max_new_tokens: length limit.
         sampling: the target's; default greedy. Its seed decides drafts and dice as well.
-        rule: "argmax" drafts the most probable tokens, "rejection" samples them.
+        rule: "argmax" drafts the most probable tokens; "rejection", "block", "exact" and "q1" sample them and verify them
+            by that rule. "typical" drafts the most probable tokens and accepts what is typical: lossy.
         draft_temperature: of sampled drafts, and likewise ``draft_top_k`` (0: off) and ``draft_top_p`` (1: off); default the
             target's.
         draft_top_k: see ``draft_temperature``.
         draft_top_p: see ``draft_temperature``.
+        epsilon: of typical acceptance: a draft is accepted iff p(x) > min(epsilon, delta exp(-entropy of p)).
+        delta: see ``epsilon``.
 
     Raises:
         DriftlabError: an empty prompt, no token asked for, a drafter that reads other states than the target captures, or
             sampled drafts without a temperature.
     """
-    check_depth(depth)
+    if (depth is None) == (tree is None):
+        raise DriftlabError("give either depth (a chain) or tree")
+    if tree is not None and rule != "argmax":
+        raise DriftlabError(
+            f'rule {rule!r}: a tree\'s children are not drawn by chance; they are accepted by rule="argmax"'
+        )
+    check_depth(tree.depth if depth is None else depth)
     sampling = sampling or Sampling()
-    drafting = drafting_for(rule, sampling, draft_temperature, draft_top_k, draft_top_p)
+    lossless = rule != "typical"
+    if not lossless and (sampling.temperature == 0 or not 0 < epsilon < 1 or not delta > 0):
+        raise DriftlabError(
+            f"typical acceptance at temperature {sampling.temperature:g} with epsilon {epsilon:g}, delta {delta:g}: it wants a "
+            "temperature above 0, 0 < epsilon < 1 and delta > 0"
+        )
+    drafting = drafting_for(rule if lossless else "argmax", sampling, draft_temperature, draft_top_k, draft_top_p)
     if len(prompt_ids) + max_new_tokens > target.spec.max_positions:
         raise DriftlabError(
             f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones are beyond the target's "
@@ -92,9 +116,13 @@ def speculate(
             f"{list(target.aux_layers)}: load the target with aux_layers={list(drafter.config.aux_layers)}"
         )
     loop = _Loop(target, drafter, list(prompt_ids), max_new_tokens, sampling, drafting)
+    loop.decide = partial(verify, rule, roll=loop.roll, epsilon=epsilon, delta=delta)
     while not loop.finish:
-        loop.round(depth)
-    return Live(tuple(loop.answer), tuple(loop.rounds), loop.finish, loop.seconds)
+        if depth is None:
+            loop.tree_round(tree)
+        else:
+            loop.round(depth)
+    return Live(tuple(loop.answer), tuple(loop.rounds), loop.finish, loop.seconds, lossless)
 
 
 class _Loop:
@@ -108,7 +136,9 @@ class _Loop:
         drafting: Sampling | None,
     ) -> None:
         self.sampling, self.drafting, self.drafter = sampling, drafting, drafter
+        self.decide: Callable[..., tuple[int, int]] = partial(verify, "argmax", roll=self.roll)
         (self.dice,) = streams([prompt], sampling.seed)
+        (self.draft_dice,) = streams([[-1, *prompt]], sampling.seed)
         self.adapter, self.layers, self.eos = target.adapter, target.aux_layers, set(target.spec.eos_ids)
         self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
         self.chain = Chain(drafter, prompt_lengths=[len(prompt)])
@@ -143,35 +173,74 @@ class _Loop:
         self.seconds["draft"] += drafted - began
         self.seconds["verify"] += time.perf_counter() - drafted
 
+    def tree_round(self, tree: Tree) -> None:
+        """Draft a tree, verify it in one pass, commit the path that the target takes."""
+        row, began = self.chain.rows - 1, time.perf_counter()
+        draft = draft_tree(self.chain, tree)
+        tokens, parents = draft.tokens[0, 0].tolist(), draft.parents[0, 0].tolist()
+        drafted = time.perf_counter()
+        logits = self._tree_logits(tokens, parents, draft.depths[0, 0].tolist())
+        path, at = [], -1
+        while True:
+            last = self._choose(logits[at + 1][None])
+            child = next((n for n, p in enumerate(parents) if p == at and tokens[n] == last), None)
+            if child is None:
+                break
+            path.append(last)
+            at = child
+        emitted = [*path, last]
+        kept = self._emit(emitted)
+        end = "bonus" if kept == len(emitted) else "eos" if self.answer[-1] in self.eos else "cut"
+        self.rounds.append(Round(row, len(path) if end == "bonus" else kept, kept, end))
+        if not self.finish:
+            # the accepted path again, without the tree: keys and states are those of plain decoding
+            _, aux = self._forward([self.answer[-1 - len(emitted)], *path], self.committed)
+            self._extend(emitted, aux)
+        self.committed += len(emitted)
+        self.seconds["draft"] += drafted - began
+        self.seconds["verify"] += time.perf_counter() - drafted
+
+    def _tree_logits(self, tokens: list[int], parents: list[int], depths: list[int]) -> Float[Tensor, "node vocab"]:
+        """Logits after the last verified token and after every node; the cache is left as it was."""
+        seen = torch.eye(len(tokens) + 1, dtype=torch.bool, device=self.adapter.device)
+        seen[:, 0] = True
+        for node, parent in enumerate(parents, 1):  # a parent comes before its children
+            seen[node] |= seen[parent + 1]
+        ids = torch.tensor([self.answer[-1], *tokens], device=self.adapter.device)
+        positions = self.committed + torch.tensor([0, *depths], device=self.adapter.device)
+        hidden = self.adapter.hidden_tree(ids, positions, seen, self.cache)
+        crop(self.cache, len(ids))
+        return self.adapter.logits(hidden)[0]
+
     def _verify(self, drafts: list[int], logits: Float[Tensor, "token vocab"]) -> tuple[int, int]:
         """Return how many drafts are accepted, and the token that follows them."""
         if self.sampling.temperature == 0 and self.drafting is None:
             choice = logits.argmax(-1).tolist()
             accepted = next((i for i, token in enumerate(drafts) if token != choice[i]), len(drafts))
             return accepted, choice[accepted]
-        for i, token in enumerate(drafts):
-            p = self.sampling.process(logits[i : i + 1])[0].double().cpu()
-            q = self.q[i] if self.drafting else torch.zeros_like(p).index_fill_(0, torch.tensor([token]), 1)
-            if self._roll() * float(q[token]) < float(p[token]):
-                continue
-            return i, int(draw((p - q).clamp(min=0)[None], self._roll())[0])
-        return len(drafts), self._choose(logits[-1:])
+        p = self.sampling.process(logits).double().cpu()
+        if self.drafting is None:
+            q = torch.nn.functional.one_hot(torch.tensor(drafts), p.shape[1]).double()
+        else:
+            q = torch.stack(self.q)
+        return self.decide(drafts, p, q)
 
     def _sample_draft(self, logits: Float[Tensor, "one draft_vocab"]) -> Tensor:
         """Draw a draft id, and keep q over the target's vocabulary."""
         q = self.drafting.process(logits.double())
         wide = q.new_zeros(self.drafter.config.vocab_size).index_copy_(0, self.drafter.draft_vocab, q[0])
         self.q.append(wide.cpu())
-        return draw(q.cpu(), self._roll()).to(logits.device)
+        u = torch.rand(1, generator=self.draft_dice, dtype=torch.float64)
+        return draw(q.cpu(), u).to(logits.device)
 
     def _choose(self, logits: Float[Tensor, "one vocab"]) -> int:
         """Take the target's own next token."""
         if self.sampling.temperature == 0:
             return int(logits.argmax(-1))
-        return int(draw(self.sampling.process(logits).cpu(), self._roll())[0])
+        return int(draw(self.sampling.process(logits).cpu(), self.roll())[0])
 
-    def _roll(self) -> Tensor:
-        """Return one uniform number, [1]."""
+    def roll(self) -> Tensor:
+        """Return one uniform number of the target's and the verifier's stream, [1]."""
         return torch.rand(1, generator=self.dice, dtype=torch.float64)
 
     def _forward(self, tokens: list[int], start: int) -> tuple[Tensor, Tensor]:

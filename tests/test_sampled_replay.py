@@ -13,9 +13,10 @@ from conftest import BOS, EOS, TinyTokenizer, tiny_llama
 from naive import naive_chain
 
 from driftlab import VARIANTS, Drafter, DriftlabError, Target, accept, all_starts, simulate, speculate
-from driftlab.acceptance import _at_the_edge, text_probability
+from driftlab.probability import _at_the_edge, text_probability
 from driftlab.draft import DraftLogits
 from driftlab.measure import replay_rows
+from driftlab.rules import round_law
 from driftlab.sampling import Sampling, draw
 from driftlab.simulation import difference, renewal
 
@@ -122,7 +123,7 @@ class Words:
         return "".join(map(str, ids))
 
 
-def engine(target, drafter, prompt, sampling, drafting, depth, limit):
+def engine(target, drafter, prompt, sampling, drafting, depth, limit, rule="rejection"):
     """Return {text: [(chance, complete rounds, emitted by them, rounds that passed depth k...)]}, by enumeration."""
     model = target.adapter.model
 
@@ -147,21 +148,13 @@ def engine(target, drafter, prompt, sampling, drafting, depth, limit):
     def outcomes(text):
         """{(emitted tokens, accepted): chance} of one round."""
         if text not in memo:
-            table, found = q_chain(text), defaultdict(float)
-            for drafts in itertools.product(range(3), repeat=depth):
-                chance = math.prod(table[drafts[:k]][x] for k, x in enumerate(drafts))
-                if not chance:
-                    continue
-                for k, x in enumerate(drafts):
-                    p, q = p_after((*text, *drafts[:k])), table[drafts[:k]]
-                    verdict = min(1, p[x] / q[x])
-                    rest = [max(a - b, 0) for a, b in zip(p, q, strict=True)]
-                    for y in range(3):
-                        if rest[y]:
-                            found[(*drafts[:k], y), k] += chance * (1 - verdict) * rest[y] / sum(rest)
-                    chance *= verdict
-                for y, share in enumerate(p_after((*text, *drafts))):
-                    found[(*drafts, y), depth] += chance * share
+            table = q_chain(text)
+            found = round_law(
+                rule,
+                lambda drafts: torch.tensor(p_after((*text, *drafts)), dtype=torch.float64),
+                lambda drafts: torch.tensor(table[drafts], dtype=torch.float64),
+                depth,
+            )
             memo[text] = found
         return memo[text]
 
@@ -189,6 +182,7 @@ def engine(target, drafter, prompt, sampling, drafting, depth, limit):
     return results
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block", "exact", "q1"])
 @pytest.mark.parametrize(
     ("sampling", "drafting"),
     [
@@ -200,11 +194,11 @@ def engine(target, drafter, prompt, sampling, drafting, depth, limit):
         (Sampling(0.0), Sampling(1.0)),
     ],
 )
-def test_replay_is_the_conditional_expectation_of_an_enumerated_engine(three_words, sampling, drafting, tmp_path):
+def test_replay_is_the_conditional_expectation_of_an_enumerated_engine(three_words, sampling, drafting, rule, tmp_path):
     """Vocabulary of 3, K = 2, texts of up to 4 tokens: every draft, verdict and redraw, for every text that can come out."""
     target, drafter = three_words
     prompt, depth, limit = [0, 1, 1, 0], 2, 4
-    results = engine(target, drafter, prompt, sampling, drafting, depth, limit)
+    results = engine(target, drafter, prompt, sampling, drafting, depth, limit, rule)
     assert sum(run[0] for runs in results.values() for run in runs) == pytest.approx(1, abs=1e-9)
     texts = list(results)
     assert len(texts) >= (1 if sampling.temperature == 0 else 8)
@@ -221,7 +215,7 @@ def test_replay_is_the_conditional_expectation_of_an_enumerated_engine(three_wor
         out=tmp_path / "r",
     )
     draft = all_starts(drafter, trajectory, depth, temperatures=(drafting.temperature,), top=3)
-    expected = simulate(accept(draft, trajectory, rule="rejection", **draft_options(drafting)))
+    expected = simulate(accept(draft, trajectory, rule=rule, **draft_options(drafting)))
     for i, text in enumerate(texts):
         chances = np.array([run[0] for run in results[text]])
         values = np.array([[run[1], run[2], *run[3]] for run in results[text]], dtype=float)
@@ -245,9 +239,9 @@ class Twelve(TinyTokenizer):
         return {"input_ids": [BOS, *ids] if add_special_tokens else ids}
 
 
-def live_against_replay(target, drafter, prompt, sampling, drafting, depth, limit, runs, out):
+def live_against_replay(target, drafter, prompt, sampling, drafting, depth, limit, runs, out, rule="rejection"):
     """Run live, record its own texts, replay them; return (rounds, z of rounds, emitted and passed depths)."""
-    rule = "argmax" if drafting is None else "rejection"
+    rule = "argmax" if drafting is None else rule
     options = {} if drafting is None else draft_options(drafting)
     ids = target.tokenizer(prompt)["input_ids"]
     lives = [
@@ -286,7 +280,10 @@ def live_against_replay(target, drafter, prompt, sampling, drafting, depth, limi
         passed = [sum(r.accepted >= k for r in whole) for k in range(1, depth + 1)]
         observed.append([len(whole), sum(r.emitted for r in whole), *passed])
     gap = np.array(observed).sum(0) - simulation.means[:, : 2 + depth].sum(0)
-    return int(np.array(observed)[:, 0].sum()), gap / np.sqrt(simulation.variances[:, : 2 + depth].sum(0))
+    spread = np.sqrt(simulation.variances[:, : 2 + depth].sum(0))
+    certain = spread < 1e-9  # a depth that no text can reach: then live did not either
+    assert np.abs(gap[certain]).max(initial=0) < 1e-9
+    return int(np.array(observed)[:, 0].sum()), gap[~certain] / spread[~certain]
 
 
 @pytest.fixture(scope="module")
@@ -307,17 +304,53 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block", "exact", "q1"])
 @pytest.mark.parametrize(("sampling", "drafting"), SETTINGS)
-def test_live_rounds_are_what_replay_expects_of_their_text(dice, sampling, drafting, tmp_path):
-    rounds, z = live_against_replay(*dice, "hello", sampling, drafting, 3, 12, 60, tmp_path / "r")
-    bound = NormalDist().inv_cdf(1 - 0.0027 / 2 / (len(SETTINGS) * len(z)))
-    assert rounds > 120
+def test_live_rounds_are_what_replay_expects_of_their_text(dice, sampling, drafting, rule, tmp_path):
+    rounds, z = live_against_replay(*dice, "hello", sampling, drafting, 3, 12, 30, tmp_path / "r", rule)
+    bound = NormalDist().inv_cdf(1 - 0.0027 / 2 / (4 * len(SETTINGS) * len(z)))
+    assert rounds > 60
     assert np.abs(z).max() < bound, z
 
 
 def test_argmax_drafts_of_a_sampling_target_are_replayed_round_for_round(dice, tmp_path):
     rounds, _ = live_against_replay(*dice, "hello", Sampling(0.8), None, 3, 12, 25, tmp_path / "r")
     assert rounds > 80
+
+
+def test_exact_match_gives_the_text_that_the_target_samples_alone(dice, tmp_path):
+    """Drafts have dice of their own, so not even the seed's text depends on drafter and depth."""
+    target, drafter = dice
+    prompts = ["hello", "abc", "hello world", "zebra", "question", "ab"]
+    trajectory = target.record(prompts, max_new_tokens=20, template=False, temperature=1.5, seed=3, out=tmp_path / "r")
+    options = {"max_new_tokens": 20, "sampling": Sampling(1.5, seed=3), "rule": "exact"}
+    accepted = 0
+    for i, entry in enumerate(trajectory.entries):
+        tokens = trajectory.tokens(i).tolist()
+        for depth in (1, 3):
+            live = speculate(target, drafter, tokens[: entry.prompt_length], depth=depth, **options)
+            assert list(live.tokens) == tokens[entry.prompt_length :]
+            accepted += sum(r.accepted for r in live.rounds)
+    assert accepted > 0
+
+
+def test_typical_acceptance_is_live_only_and_said_to_be_lossy(dice, sampled, make_drafter):
+    target, drafter = dice
+    ids = target.tokenizer("hello")["input_ids"]
+    run = {"depth": 3, "max_new_tokens": 12, "sampling": Sampling(1.0), "rule": "typical"}
+    live = speculate(target, drafter, ids, **run)
+    assert not live.lossless
+    assert speculate(target, drafter, ids, **{**run, "rule": "argmax"}).lossless
+    # everything is typical, nothing is
+    assert all(r.accepted == 3 for r in speculate(target, drafter, ids, **run, delta=1e-9).rounds if r.end == "bonus")
+    strict = speculate(target, drafter, ids, **run, epsilon=1 - 1e-9, delta=1e9)
+    assert all(r.accepted == 0 for r in strict.rounds)
+    for wrong in ({"sampling": Sampling()}, {"epsilon": 0.0}, {"delta": 0.0}):
+        with pytest.raises(DriftlabError, match="typical acceptance at temperature"):
+            speculate(target, drafter, ids, **{**run, **wrong})
+    draft = all_starts(make_drafter("eagle31"), sampled, 2)
+    with pytest.raises(DriftlabError, match="changes the text"):
+        accept(draft, sampled, rule="typical")
 
 
 def test_the_live_text_has_the_targets_distribution(dice):

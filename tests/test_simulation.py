@@ -308,3 +308,52 @@ def test_a_round_that_an_accepted_eos_ends_is_not_a_rejection_at_the_next_depth(
     assert rows["accept_conditional", 1] == (1.0, 2)
     assert rows["accept_conditional", 2] == (1.0, 1)
     assert rows["accept_unconditional", 2] == (0.5, 2)
+
+
+# ---- the record for other tools
+
+
+def histogram_acceptance(probability, finish, sampled):
+    """One prompt with a text of as many tokens after the first as there are starts."""
+    table = torch.tensor(probability, dtype=torch.float64)[None]
+    starts, depth = table.shape[1:]
+    remaining = torch.arange(starts - 1, -1, -1)[None]
+    valid = torch.arange(1, depth + 1) <= remaining[..., None]
+    return Acceptance(
+        match=(table > 0.5) & valid,
+        valid=valid,
+        remaining=remaining,
+        rows=torch.arange(starts)[None],
+        ids=("a",),
+        categories=("c",),
+        finish=(finish,),
+        rule="rejection" if sampled else "argmax",
+        sampled=table.masked_fill(~valid, 0) if sampled else None,
+    )
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_histograms_by_hand(finish):
+    """K = 2, five starts, certain drafts: rounds at 0 (accepts 1), 2 (accepts 0), 3 (the last token, by draft)."""
+    certain = [[1, 0], [1, 1], [0, 1], [1, 1], [0, 0]]
+    (record,) = simulate(histogram_acceptance(certain, finish, False)).histograms()
+    assert record.bonus == (1, 1, 0)
+    assert (record.eos, record.cut) == (((0, 1, 0), (0, 0, 0)) if finish == "stop" else ((0, 0, 0), (0, 1, 0)))
+    assert record.tokens == 5
+    (expected,) = simulate(histogram_acceptance(certain, finish, True)).histograms()
+    assert (expected.bonus, expected.eos, expected.cut) == (record.bonus, record.eos, record.cut)
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_expected_histograms_hold_the_moments(finish):
+    """Two tokens left, K = 2, probabilities a, b at the first start and c at the second: by hand."""
+    a, b, c = 0.6, 0.3, 0.8
+    outcome = simulate(histogram_acceptance([[a, b], [c, 0.5], [0.5, 0.5]], finish, True))
+    (record,) = outcome.histograms()
+    assert record.bonus == pytest.approx([(1 - a) + (1 - a) * (1 - c), a * (1 - b), 0])
+    last = record.eos if finish == "stop" else record.cut
+    assert last == pytest.approx([0, (1 - a) * c, a * b])
+    counted = record.rounds - sum(record.cut)
+    assert counted == pytest.approx(outcome.verify_rounds[0])
+    assert record.emitted - sum(k * n for k, n in enumerate(record.cut)) == pytest.approx(outcome.emitted[0])
+    assert record.tokens == pytest.approx(3)

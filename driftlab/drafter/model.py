@@ -68,6 +68,21 @@ class DraftState:
         ]
         return DraftState(kv, starts, self.depth, self.normed[:, places], self.feedback[:, places])
 
+    def at(self, places: Int[Tensor, "batch some"]) -> DraftState:
+        """Return the state of some of each sequence's starts, given by their places on the start axis; any number of times.
+
+        Own keys are copied: what one copy appends the others do not see.
+        """
+
+        def picked(x: Tensor, axis: int) -> Tensor:
+            shape = [len(places), *(1,) * (x.ndim - 1)]
+            shape[axis] = places.shape[1]
+            return x.take_along_dim(places.view(shape), axis)
+
+        starts = dataclasses.replace(self.starts, rows=picked(self.starts.rows, 1), valid=picked(self.starts.valid, 1))
+        kv = [LayerKV(kv.k, kv.v, [picked(k, 2) for k in kv.own_k], [picked(v, 2) for v in kv.own_v]) for kv in self.kv]
+        return DraftState(kv, starts, self.depth, picked(self.normed, 1), picked(self.feedback, 1))
+
 
 class Drafter(HookedModule):
     """EAGLE-3 drafter. ``target`` (a Target, a Trajectory, or anything with ``.head``) lends embedding and head.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from packaging.version import Version
 from safetensors import SafetensorError
 from torch import Tensor
@@ -300,6 +300,28 @@ class Adapter:
             mask = {"full_attention": full, "sliding_attention": sliding}
         kwargs: dict[str, Any] = {"use_cache": True, _CACHE_ARGUMENT: cache, "position_ids": positions[:, None]}
         return self.decoder(tokens[:, None], attention_mask=mask, **kwargs).last_hidden_state
+
+    def hidden_tree(
+        self, tokens: Int[Tensor, " node"], positions: Int[Tensor, " node"], seen: Bool[Tensor, "node node"], cache: Any
+    ) -> Float[Tensor, "one node d_target"]:
+        """Run the decoder on a tree's tokens, each seeing the whole cache and the nodes in its row of ``seen``.
+
+        Raises:
+            DriftlabError: where a sliding window would already hide something: the mask knows none.
+        """
+        types, window = _present(self.config, "layer_types"), _present(self.config, "sliding_window")
+        slides = window and (types is None or "sliding_attention" in types)
+        if slides and int(positions.max()) >= window:
+            raise DriftlabError(
+                f"{type(self.model).__name__} has layers that see {window} positions; a tree at position "
+                f"{int(positions.max())} would reach beyond. Draft chains, or keep prompt and answer within the window"
+            )
+        before = torch.ones(len(tokens), cache.get_seq_length(), dtype=torch.bool, device=seen.device)
+        mask: Any = self._additive(torch.cat([before, seen], 1)).transpose(0, 2)
+        if types:
+            mask = {"full_attention": mask, "sliding_attention": mask}
+        kwargs: dict[str, Any] = {"use_cache": True, _CACHE_ARGUMENT: cache, "position_ids": positions[None]}
+        return self.decoder(tokens[None], attention_mask=mask, **kwargs).last_hidden_state
 
     def _additive(self, visible: Tensor) -> Tensor:
         return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill(~visible, -torch.inf)[

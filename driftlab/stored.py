@@ -1,0 +1,143 @@
+"""Drafts on disk: what a drafter proposed for a recording, kept so that another K, rule or tree cut needs no drafter.
+
+One safetensors file a draft, written whole or not at all; its metadata say what it holds, for which texts, and from which
+drafter. A file of another drafter, recording or request is not used but drafted again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from driftlab.attention import Controls
+from driftlab.draft import Draft, DraftLogits
+from driftlab.drafter import Drafter
+from driftlab.errors import DriftlabError
+from driftlab.files import atomic, sort_metadata
+from driftlab.trajectory import Trajectory
+from driftlab.trees import DynamicTree, StaticTree, TreeDraft
+
+FORMAT_VERSION = 1
+_LOGITS = ("text", "top", "lse")
+
+
+def save_draft(path: Path | str, draft: Draft | TreeDraft, *, key: str = "") -> None:
+    """Write a draft to ``path`` (.safetensors). ``key``: what it answers, for :func:`stored`."""
+    tensors = {f.name: getattr(draft, f.name) for f in dataclasses.fields(draft)}
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    told: dict[str, Any] = {"ids": draft.ids, "digests": draft.digests}
+    if isinstance(draft, TreeDraft):
+        told["tree"] = {"kind": type(draft.tree).__name__, **dataclasses.asdict(draft.tree)}
+    else:
+        told["feed"] = draft.feed
+        if draft.logits is not None:
+            tensors |= {f"logits.{name}": getattr(draft.logits, name) for name in _LOGITS}
+            told |= {"temperatures": draft.logits.temperatures, "vocab": draft.logits.vocab}
+    metadata = {"driftlab_draft_version": str(FORMAT_VERSION), "key": key, "draft": json.dumps(told)}
+    with atomic(Path(path)) as temporary:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata=metadata)
+        sort_metadata(temporary)
+
+
+def load_draft(path: Path | str) -> Draft | TreeDraft:
+    """Read what :func:`save_draft` wrote.
+
+    Raises:
+        DriftlabError: a missing or broken file, or one of another version.
+    """
+    with _opened(Path(path)) as file:
+        told = json.loads(file.metadata()["draft"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    common = {"ids": tuple(told["ids"]), "digests": tuple(told["digests"])}
+    logits = {name.removeprefix("logits."): tensors.pop(name) for name in list(tensors) if name.startswith("logits.")}
+    if "tree" in told:
+        kind = {"StaticTree": StaticTree, "DynamicTree": DynamicTree}[told["tree"].pop("kind")]
+        values = {name: tuple(map(tuple, v)) if name == "paths" else v for name, v in told["tree"].items()}
+        return TreeDraft(**tensors, **common, tree=kind(**values))
+    kept = None
+    if logits:
+        kept = DraftLogits(*(logits[name] for name in _LOGITS), tuple(told["temperatures"]), told["vocab"])
+    return Draft(**tensors, **common, feed=told["feed"], logits=kept)
+
+
+def stored(
+    folder: Path | str | None,
+    drafter: Drafter,
+    trajectory: Trajectory,
+    what: str,
+    make: Callable[[], Draft | TreeDraft],
+) -> Draft | TreeDraft:
+    """Return the draft that ``folder`` holds for this drafter, recording and request, else make and keep it.
+
+    Args:
+        folder: where drafts are kept; None: nowhere.
+        drafter: its weights and configuration are part of the key.
+        trajectory: its texts are.
+        what: the request in words, e.g. "all_starts depth 8 temperatures (1.0,) top 32".
+        make: drafts.
+
+    A drafter with hooks on it or with attention controls is no longer what its weights say, and whoever hooked it wants it
+    to run: nothing is read or kept.
+    """
+    if folder is None or _altered(drafter):
+        return make()
+    key = f"{_fingerprint(drafter)} {_texts(trajectory)} {what}"
+    path = Path(folder) / f"draft-{hashlib.sha256(key.encode()).hexdigest()[:20]}.safetensors"
+    try:
+        with _opened(path) as file:
+            held = file.metadata()["key"]
+        if held == key:
+            return load_draft(path)
+    except DriftlabError:
+        pass  # missing, cut short or of another version: it is made again
+    draft = make()
+    save_draft(path, draft, key=key)
+    return draft
+
+
+def _altered(drafter: Drafter) -> bool:
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in drafter.modules())
+    return hooked or any(layer.self_attn.controls != Controls() for layer in drafter.layers)
+
+
+def _fingerprint(drafter: Drafter) -> str:
+    """Hash of what decides the drafts: configuration, every tensor (the target's tables too), dtype."""
+    digest = hashlib.sha256(f"{drafter.config}".encode())
+    tensors = {**dict(drafter.named_parameters()), **dict(drafter.named_buffers())}
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _texts(trajectory: Trajectory) -> str:
+    """Hash of which recorded states the drafts were made from: the target, its settings, the sequences."""
+    told = [trajectory.spec.fingerprint, trajectory.aux_layers, sorted(trajectory.settings.items(), key=str)]
+    told += [(e.id, e.piece, e.offset, e.length, e.prompt_length) for e in trajectory.entries]
+    digest = hashlib.sha256(repr(told).encode())
+    for index in range(len(trajectory)):
+        digest.update(trajectory.tokens(index).numpy())
+    return digest.hexdigest()
+
+
+def _opened(path: Path) -> Any:
+    if not path.is_file():
+        raise DriftlabError(f"{path} does not exist")
+    try:
+        file = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise DriftlabError(f"{path} is not a whole safetensors file ({error}): draft again") from error
+    version = (file.metadata() or {}).get("driftlab_draft_version")
+    if version != str(FORMAT_VERSION):
+        raise DriftlabError(f"{path} is no draft of version {FORMAT_VERSION} (it says {version}): draft again")
+    return file
