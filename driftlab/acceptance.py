@@ -27,7 +27,7 @@ from driftlab.probability import text_probabilities
 from driftlab.rules import RULES, SAMPLED_RULES, given_text
 from driftlab.sampling import Sampling
 from driftlab.trajectory import Batch, Trajectory
-from driftlab.trees import Tree, TreeDraft
+from driftlab.trees import SampledTree, Tree, TreeDraft
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Acceptance:
     sampled: Float[Tensor, "batch start depth"] | None = None
     drafting: Sampling | None = None
     digests: tuple[str, ...] = ()
-    tree: Tree | None = None
+    tree: Tree | SampledTree | None = None
     """of tree drafts, whose ``match`` at depth k says that a path of nodes follows the text so far"""
 
     @property

@@ -106,6 +106,29 @@ class DynamicTree:
         return f"dynamic tree of {self.total} nodes, depth {self.depth}, top {self.top_k}"
 
 
+@dataclass(frozen=True)
+class SampledTree:
+    """Children drawn from q without replacement: ``branching[d - 1]`` of each node above depth d. Replayed by
+    :mod:`driftlab.siblings`, not drafted.
+    """
+
+    branching: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.branching or min(self.branching) < 1:
+            raise DriftlabError(f"branching {self.branching}: every depth needs at least one child")
+
+    @property
+    def depth(self) -> int:
+        """Longest path."""
+        return len(self.branching)
+
+    @property
+    def label(self) -> str:
+        """What rows call it."""
+        return f"sampled tree, children {' '.join(map(str, self.branching))}"
+
+
 Tree = StaticTree | DynamicTree
 
 
