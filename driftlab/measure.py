@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -13,7 +14,9 @@ from driftlab.probes import AttentionMass, SinkSearch, StateNorm, drafter_settin
 from driftlab.progress import Progress, silent
 from driftlab.results import VARYING, as_rows, combine
 from driftlab.simulation import Expected, Simulation, simulate
+from driftlab.stored import stored
 from driftlab.trajectory import Trajectory
+from driftlab.trees import Tree, tree_all_starts
 
 MIXED = (*VARYING, "feed", "starts", "rule", "draft_temperature", "draft_top_k", "draft_top_p")
 """What may differ between the rows of one table: drafters, and which starts and feed a quantity is defined on."""
@@ -51,12 +54,14 @@ def replay_rows(
     draft_temperature: float | None = None,
     draft_top_k: int | None = None,
     draft_top_p: float | None = None,
+    drafts: Path | None = None,
     progress: Progress = silent,
 ) -> tuple[pd.DataFrame, Simulation | Expected]:
     """Replay drafting of K = ``depth`` tokens a round, arg-max or sampled (see :func:`accept`); return rows, simulation.
 
     ``match`` rows are over all starts (to ``match_depth`` if that is deeper: match does not depend on K), the acceptance
-    rows and tau over the rounds of the walk; ``starts`` says which.
+    rows and tau over the rounds of the walk; ``starts`` says which. ``drafts``: a folder in which drafts are kept and looked
+    for (:mod:`driftlab.stored`).
     """
     given = (draft_temperature, draft_top_k, draft_top_p)
     drafting = drafting_of(trajectory, rule, *given)
@@ -64,25 +69,51 @@ def replay_rows(
     if drafting is not None:
         ranks = drafting.top_k or (_NUCLEUS_RANKS if drafting.top_p < 1 else 1)
         kept = {"temperatures": (drafting.temperature,), "top": ranks}
-    draft = all_starts(drafter, trajectory, max(depth, match_depth or 0), feed="text", progress=progress, **kept)
+    deepest = max(depth, match_depth or 0)
+    draft = stored(
+        *(drafts, drafter, trajectory, f"all_starts {deepest} {sorted(kept.items())}"),
+        lambda: all_starts(drafter, trajectory, deepest, feed="text", progress=progress, **kept),
+    )
     names = ("draft_temperature", "draft_top_k", "draft_top_p")
     sampled: dict[str, Any] = dict(zip(names, given, strict=True))
     simulation = simulate(accept(draft.upto(depth), trajectory, rule=rule, **sampled))
-    records = [record for record in simulation.records() if record["quantity"] != "match"]
-    # the match of arg-max drafts has nothing to do with how others are sampled
-    matches = list(accept(draft, trajectory).records())
     plain = settings(drafter, trajectory, name, depth=depth, feed="text")
-    common = {**plain, "rule": rule}
-    if drafting is not None:
-        values = (drafting.temperature, drafting.top_k, drafting.top_p)
-        common |= dict(zip(names, values, strict=True))
+    # the match of arg-max drafts has nothing to do with how others are sampled
+    matches = as_rows(list(accept(draft, trajectory).records()), **plain, rule="argmax", starts="all")
+    return combine([matches, *_round_rows(simulation, plain)], varying=MIXED), simulation
+
+
+def tree_rows(
+    drafter: Drafter,
+    trajectory: Trajectory,
+    name: str,
+    tree: Tree,
+    *,
+    drafts: Path | None = None,
+    progress: Progress = silent,
+) -> tuple[pd.DataFrame, Simulation | Expected]:
+    """Replay drafting of a tree a round; return rows and simulation. ``drafting`` says which tree."""
+    draft = stored(
+        *(drafts, drafter, trajectory, f"tree {tree}"),
+        lambda: tree_all_starts(drafter, trajectory, tree, progress=progress),
+    )
+    simulation = simulate(accept(draft, trajectory))
+    plain = settings(drafter, trajectory, name, depth=tree.depth, feed="own") | {"drafting": tree.label}
+    return combine(_round_rows(simulation, plain), varying=MIXED), simulation
+
+
+def _round_rows(simulation: Simulation | Expected, plain: dict[str, Any]) -> list[pd.DataFrame]:
+    """Rows of the rounds, and of the means over all starts."""
+    common = {**plain, "rule": simulation.acceptance.rule}
+    if (drafting := simulation.acceptance.drafting) is not None:
+        names = ("draft_temperature", "draft_top_k", "draft_top_p")
+        common |= dict(zip(names, (drafting.temperature, drafting.top_k, drafting.top_p), strict=True))
+    records = [record for record in simulation.records() if record["quantity"] != "match"]
     over_all = ("all_starts_mean", "accept_all_starts")
-    frames = [as_rows(matches, **plain, rule="argmax", starts="all")]
-    frames += [
+    return [
         as_rows([r for r in records if (r["quantity"] in over_all) == everywhere], **common, starts=starts)
         for everywhere, starts in ((True, "all"), (False, "walk"))
     ]
-    return combine(frames, varying=MIXED), simulation
 
 
 def probe_rows(
