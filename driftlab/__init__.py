@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from driftlab.acceptance import Acceptance, accept
+    from driftlab.comparisons import compare
     from driftlab.draft import Chain, Draft, all_starts, chain
     from driftlab.drafter import VARIANTS, Drafter, DrafterConfig
+    from driftlab.engines import beside, engine_report, read_engine_log
     from driftlab.errors import DriftlabError
+    from driftlab.histogram import RequestHistogram
     from driftlab.plotting import (
         plot_acceptance,
         plot_magnitude,
@@ -38,9 +41,12 @@ if TYPE_CHECKING:
 
 _HOME = {
     "acceptance": ("Acceptance", "accept"),
+    "comparisons": ("compare",),
     "draft": ("Chain", "Draft", "all_starts", "chain"),
     "drafter": ("VARIANTS", "Drafter", "DrafterConfig"),
+    "engines": ("beside", "engine_report", "read_engine_log"),
     "errors": ("DriftlabError",),
+    "histogram": ("RequestHistogram",),
     "plotting": (
         *("plot_acceptance", "plot_magnitude", "plot_mass", "plot_mass_grid", "plot_match", "plot_quantity"),
         *("plot_recent", "plot_tau"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -240,11 +240,17 @@ def simulate(
     draft_temperature: float | None = None,
     draft_top_k: int | None = None,
     draft_top_p: float | None = None,
+    tree: tuple[int, int, int] | None = None,
+    chains: int | None = None,
+    as_: Annotated[str | None, tyro.conf.arg(name="as")] = None,
+    log: Path | None = None,
+    details: bool = False,
+    drafts: Path | None = None,
     device: str = "cpu",
 ) -> None:
-    """Replay drafters on a recording: tau with its interval, acceptance by depth. Exact, without the target.
+    """Replay drafters on a recording: tau with its interval, and what other estimators would say. Without the target.
 
-    With several drafters, differences of tau from the first are paired, with their own intervals.
+    With several drafters each is compared with the first, on the same prompts, p-values adjusted for their number.
 
     Args:
         recording: folder that `driftlab record` wrote.
@@ -255,33 +261,107 @@ def simulate(
         draft_temperature: of sampled drafts; default the recording's.
         draft_top_k: of sampled drafts, 0 off; default the recording's.
         draft_top_p: of sampled drafts, 1 off; default the recording's.
+        tree: draft a dynamic tree a round: depth, nodes expanded a depth (and children of each), nodes that stay.
+        chains: draft so many arg-max chains a round, from the most probable first tokens; of ``depth`` tokens each.
+        as_: say what this tool would print, e.g. vllm; "all" for every tool.
+        log: a tool's log or output file, shown beside what ``--as`` says it would print.
+        details: also tau by position, context and category, and conditional acceptance by its parts.
+        drafts: folder in which drafts are kept, so that another rule or K needs no drafting.
         device: where the drafters run.
     """
-    from driftlab import Trajectory, difference
-    from driftlab.measure import MIXED, replay_rows
+    from driftlab import DynamicTree, StaticTree, Trajectory
+    from driftlab.account import account
+    from driftlab.account import details as detailed
+    from driftlab.measure import MIXED, replay_rows, tree_rows
     from driftlab.results import combine, provenance, write_rows
 
+    engines = _engines(as_, log)
+    sampled = {"draft_temperature": draft_temperature, "draft_top_k": draft_top_k, "draft_top_p": draft_top_p}
+    shape = None
+    if tree is not None or chains is not None:
+        if (
+            (tree is not None and chains is not None)
+            or rule != "argmax"
+            or any(v is not None for v in sampled.values())
+        ):
+            raise DriftlabError("--tree, --chains and sampled drafts are ways to draft: give one of them")
+        shape = StaticTree.chains(chains, depth) if tree is None else DynamicTree(*tree)
     trajectory = Trajectory.open(recording)
-    options: dict[str, Any] = {"rule": rule, "draft_temperature": draft_temperature}
-    options |= {"draft_top_k": draft_top_k, "draft_top_p": draft_top_p}
-    replayed = {
-        name: replay_rows(_drafter(path, trajectory, device), trajectory, name, depth=depth, progress=_bar(), **options)
-        for name, path in _named(drafters, out).items()
-    }
+    named = _named(drafters, out)
+    loaded = {name: _drafter(path, trajectory, device) for name, path in named.items()}
+    replayed = {}
+    for name, drafter in loaded.items():
+        how: dict[str, Any] = {"drafts": drafts, "progress": _bar()}
+        if shape is None:
+            replayed[name] = replay_rows(drafter, trajectory, name, depth=depth, rule=rule, **sampled, **how)
+        else:
+            replayed[name] = tree_rows(drafter, trajectory, name, shape, **how)
     rows = combine([frame for frame, _ in replayed.values()], varying=MIXED)
-    write_rows(out, rows, provenance({"recording": recording.name, "depth": depth, **options}))
-    pooled = rows[rows["quantity"].isin(["tau", "all_starts_mean"])]
-    columns = ["drafter", "variant", "quantity", "value", "low", "high", "n"]
-    print(pooled[columns].to_string(index=False, float_format=lambda x: f"{x:.3f}"))
-    (first, (_, base)), *others = replayed.items()
-    for name, (_, simulation) in others:
-        gap = difference(simulation, base)
-        print(f"tau of {name} minus {first}, paired: {gap.value:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]")
-    told = f"target T = {trajectory.settings['temperature']:g}, top_k {trajectory.settings['top_k']}, top_p "
-    told += f"{trajectory.settings['top_p']:g}; drafts: {rule}"
-    if (drafting := base.acceptance.drafting) is not None:
+    settings = {"recording": recording.name, "depth": depth if shape is None else shape.depth, "rule": rule, **sampled}
+    write_rows(out, rows, provenance({**settings, "tree": None if shape is None else shape.label}))
+    simulations = {name: simulation for name, (_, simulation) in replayed.items()}
+    tables = account(simulations, trajectory)
+    if details:
+        lengths = {name: drafter.config.trained_length for name, drafter in loaded.items()}
+        tables |= detailed(simulations, trajectory, trained_lengths=lengths)
+    for title, table in tables.items():
+        print(f"{title}\n{_words(table)}\n")
+    _print_engines(engines, log, simulations)
+    print(_said(trajectory, next(iter(simulations.values())), rule, shape), out, sep="; ")
+
+
+def _engines(name: str | None, log: Path | None) -> tuple[str, ...]:
+    """Names of the tools asked for; refused before any work."""
+    from driftlab.engines.conventions import CONVENTIONS
+
+    if name is None:
+        if log is not None:
+            raise DriftlabError(
+                f"--log is shown beside what a tool would print: add --as, one of {', '.join(CONVENTIONS)}"
+            )
+        return ()
+    if name != "all" and name not in CONVENTIONS:
+        raise DriftlabError(f"--as {name}: no such convention; choose from all, {', '.join(CONVENTIONS)}")
+    if log is not None and (name == "all" or not log.is_file()):
+        raise DriftlabError(f"--log {log}: wants a file, and one tool in --as")
+    return tuple(CONVENTIONS) if name == "all" else (name,)
+
+
+def _print_engines(engines: tuple[str, ...], log: Path | None, simulations: dict[str, Any]) -> None:
+    from driftlab.engines.conventions import engine_report
+    from driftlab.engines.logs import beside, read_engine_log
+
+    theirs = None if log is None else read_engine_log(log)
+    for name, simulation in simulations.items():
+        for engine in engines:
+            report = engine_report(engine, simulation.histograms())
+            if theirs is not None:
+                print(
+                    f"{name}, as {engine} would print it, beside {theirs.format} of {log}\n{_words(beside(report, theirs))}\n"
+                )
+                continue
+            columns = ["name", "position", "value", "low", "high", "unit", "per", "bonus"]
+            print(f"{name}, as {engine} would print it ({report.source})\n{_words(report.frame()[columns])}")
+            for lost, why in report.left_out:
+                print(f"  without {lost}: {why}")
+            print()
+    for line, why in theirs.skipped if theirs is not None else ():
+        print(f"{log}, line {line}: {why}", file=sys.stderr)
+
+
+def _words(table: Any) -> str:
+    return table.to_string(index=False, float_format=lambda x: f"{x:.3f}", na_rep="")
+
+
+def _said(trajectory: Any, simulation: Any, rule: str, tree: Any) -> str:
+    there = trajectory.settings
+    told = f"tau: emitted tokens / verify rounds, bonus token included, K = {simulation.depth}, 95 % over prompts; target T = "
+    told += f"{there['temperature']:g}, top_k {there['top_k']}, top_p {there['top_p']:g}; drafts: {rule}"
+    if tree is not None:
+        told += f", {tree.label}"
+    if (drafting := simulation.acceptance.drafting) is not None:
         told += f", T = {drafting.temperature:g}, top_k {drafting.top_k}, top_p {drafting.top_p:g}"
-    print(f"\ntau: emitted tokens / verify rounds, bonus token included, K = {depth}, 95 % over prompts; {told}; {out}")
+    return told
 
 
 def main() -> None:

@@ -39,9 +39,9 @@ class RequestHistogram:
     id: str
     category: str
     depth: int
-    bonus: tuple[float, ...]
-    eos: tuple[float, ...]
-    cut: tuple[float, ...]
+    bonus: Sequence[float | int]
+    eos: Sequence[float | int]
+    cut: Sequence[float | int]
     prefill_tokens: int = 1
     tree: bool = False
 

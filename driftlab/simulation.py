@@ -74,7 +74,7 @@ class _Outcome(ABC):
         """Rounds of a prompt by how they ended and by what they accepted: {"bonus", "eos", "cut"} to [K + 1]."""
 
     def histograms(self) -> tuple[RequestHistogram, ...]:
-        """Return the record that other tools' numbers follow from (:mod:`driftlab.conventions`), one a prompt."""
+        """Return the record that other tools' numbers follow from (:mod:`driftlab.engines.conventions`), one a prompt."""
         told = self.acceptance
         return tuple(
             RequestHistogram(name, category, self.depth, **self.round_counts(i), tree=told.tree is not None)

@@ -49,6 +49,71 @@ def test_simulate_writes_rows_and_prints_tau(saved, tiny_trajectory, monkeypatch
     assert json.loads((saved / "rows.run.json").read_text())["settings"]["depth"] == 3
 
 
+def test_simulate_shows_what_stands_beside_tau(saved, tiny_trajectory, monkeypatch, capsys):
+    """Estimators, paired tests, repetition; another tool's words beside its log; drafts that are kept."""
+    from driftlab import Drafter, accept, all_starts, engine_report, simulate
+
+    log = saved / "server.log"
+    log.write_text(
+        "INFO SpecDecoding metrics: Mean acceptance length: 1.50, Accepted throughput: 5.00 tokens/s, Drafted throughput: "
+        "30.00 tokens/s, Accepted: 50 tokens, Drafted: 300 tokens, Per-position acceptance rate: 0.300, 0.150, 0.050, "
+        "Avg Draft acceptance rate: 16.7%\n"
+    )
+    common = (
+        "simulate",
+        tiny_trajectory.path,
+        saved / "eagle3",
+        saved / "eagle31",
+        "--depth",
+        3,
+        "--out",
+        saved / "r.csv",
+    )
+    run_main(monkeypatch, *common, "--as", "vllm", "--details", "--drafts", saved / "drafts")
+    told = capsys.readouterr().out
+    for words in ("all_starts_mean", "product_of_rates", "p_adjusted", "mdd", "repeated_ngrams", "survivor_selection"):
+        assert words in told
+    drafter = Drafter.load(saved / "eagle3", tiny_trajectory)
+    outcome = simulate(accept(all_starts(drafter, tiny_trajectory, 3), tiny_trajectory))
+    mean = engine_report("vllm", outcome.histograms())["tokens_per_round"].value
+    (line,) = [x for x in told.split("eagle31, as vllm")[0].splitlines() if "Mean acceptance length" in x]
+    assert f"{mean:.3f}" in line
+    assert len(list((saved / "drafts").iterdir())) == 2
+    run_main(monkeypatch, *common, "--as", "vllm", "--log", log)
+    (line, _) = [x for x in capsys.readouterr().out.splitlines() if "Mean acceptance length" in x]
+    assert f"{mean:.3f}" in line
+    assert "1.500" in line
+
+
+def test_simulate_draws_trees(saved, tiny_trajectory, monkeypatch, capsys):
+    from driftlab import Drafter, DynamicTree, accept, read_rows, simulate, tree_all_starts
+
+    common = ("simulate", tiny_trajectory.path, saved / "eagle31", "--out", saved / "r.csv")
+    run_main(monkeypatch, *common, "--tree", 3, 2, 5)
+    drafter = Drafter.load(saved / "eagle31", tiny_trajectory)
+    expected = simulate(accept(tree_all_starts(drafter, tiny_trajectory, DynamicTree(3, 2, 5)), tiny_trajectory))
+    rows = read_rows(saved / "r.csv")
+    assert rows[rows["quantity"] == "tau"]["value"].item() == pytest.approx(expected.tau)
+    assert set(rows["drafting"]) == {"dynamic tree of 5 nodes, depth 3, top 2"}
+    assert "product_of_rates" not in capsys.readouterr().out
+    run_main(monkeypatch, *common, "--chains", 2, "--depth", 2)
+    assert "static tree of 4 nodes, depth 2" in capsys.readouterr().out
+
+
+def test_simulate_refuses_before_any_work(saved, tiny_trajectory, monkeypatch, capsys):
+    common = ("simulate", tiny_trajectory.path, saved / "eagle31")
+    for words, *options in (
+        ("ways to draft", "--tree", 3, 2, 5, "--chains", 2),
+        ("ways to draft", "--chains", 2, "--rule", "exact"),
+        ("no such convention", "--as", "vlm"),
+        ("add --as", "--log", saved / "no.log"),
+        ("wants a file", "--as", "vllm", "--log", saved / "no.log"),
+    ):
+        with pytest.raises(SystemExit):
+            run_main(monkeypatch, *common, *options)
+        assert words in capsys.readouterr().err
+
+
 def test_probe_writes_every_quantity(saved, tiny_trajectory, monkeypatch, capsys):
     from driftlab import read_rows
 

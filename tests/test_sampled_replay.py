@@ -13,9 +13,9 @@ from conftest import BOS, EOS, TinyTokenizer, tiny_llama
 from naive import naive_chain
 
 from driftlab import VARIANTS, Drafter, DriftlabError, Target, accept, all_starts, simulate, speculate
-from driftlab.probability import _at_the_edge, text_probability
 from driftlab.draft import DraftLogits
 from driftlab.measure import replay_rows
+from driftlab.probability import _at_the_edge, text_probability
 from driftlab.rules import round_law
 from driftlab.sampling import Sampling, draw
 from driftlab.simulation import difference, renewal

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_acceptance import batch_of, draft_of, oracle
 
-from driftlab import accept, all_starts, simulate
+from driftlab import accept, all_starts, engine_report, simulate
 from driftlab.acceptance import Acceptance
 from driftlab.results import COLUMNS, as_rows, weighted_mean
 from driftlab.simulation import Round, Simulation, walk
@@ -357,3 +357,16 @@ def test_expected_histograms_hold_the_moments(finish):
     assert counted == pytest.approx(outcome.verify_rounds[0])
     assert record.emitted - sum(k * n for k, n in enumerate(record.cut)) == pytest.approx(outcome.emitted[0])
     assert record.tokens == pytest.approx(3)
+    assert engine_report("driftlab", [record])["tau"].value == pytest.approx(outcome.tau)
+
+
+def test_the_convention_of_this_package_is_tau(varied_trajectory, make_drafter):
+    """By pooled counts and by depth, on real walks."""
+    outcome = simulate(accept(all_starts(make_drafter("eagle31"), varied_trajectory, 3), varied_trajectory))
+    report = engine_report("driftlab", outcome.histograms())
+    assert report["tau"].value == outcome.tau
+    passed, reached = np.sum([outcome.by_depth(i) for i in range(len(varied_trajectory))], axis=0)
+    for k in range(3):
+        if reached[k]:
+            assert report["accept_conditional", k + 1].value == pytest.approx(passed[k] / reached[k])
+        assert report["accept_unconditional", k + 1].value == pytest.approx(passed[k] / outcome.verify_rounds.sum())
