@@ -34,11 +34,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from driftlab import results
 from driftlab.acceptance import accept
 from driftlab.draft import Draft
 from driftlab.errors import DriftlabError
-from driftlab.results import Interval
+from driftlab.results import Interval, percentile_interval
 from driftlab.simulation import Expected, Simulation, simulate
 from driftlab.trajectory import Batch, Trajectory
 
@@ -232,4 +231,4 @@ def _bootstrap(
     value = float(statistic(sums.sum(0)))
     if (sums[:, over] > 0).sum() < 2:
         return Interval(value, float("nan"), float("nan"))
-    return results._percentile(value, resampled, len(sums), samples, seed, 0.95)
+    return percentile_interval(value, resampled, len(sums), samples, seed, 0.95)

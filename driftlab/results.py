@@ -376,16 +376,18 @@ def bootstrap_ratio(
     """Return the pooled ratio of two ``[prompt]`` arrays and its percentile interval over resampled prompts.
 
     A prompt with NaN in either array is left out. Resamples whose denominators sum to 0 are dropped. The ends are NaN
-    for fewer than two prompts, for a total denominator of 0, and if fewer than half of the resamples remain. Arrays of
-    different or other shape are a :class:`DriftlabError`.
+    for fewer than two prompts with a denominator above 0 (resamples of one would all agree), and if fewer than half of the
+    resamples remain. Arrays of different or other shape are a :class:`DriftlabError`.
     """
     top, bottom = _paired(numerator, denominator)
     value = _divided(top.sum(), bottom.sum())
+    if (bottom > 0).sum() < 2:
+        return Interval(value, np.nan, np.nan)
 
     def ratio(chosen: np.ndarray) -> np.ndarray:
         return _divided(top[chosen].sum(axis=1), bottom[chosen].sum(axis=1))
 
-    return _percentile(value, ratio, len(top), samples, seed, level)
+    return percentile_interval(value, ratio, len(top), samples, seed, level)
 
 
 def bootstrap_difference(
@@ -405,12 +407,14 @@ def bootstrap_difference(
     """
     top_a, bottom_a, top_b, bottom_b = _paired(numerator_a, denominator_a, numerator_b, denominator_b)
     value = _divided(top_a.sum(), bottom_a.sum()) - _divided(top_b.sum(), bottom_b.sum())
+    if min((bottom_a > 0).sum(), (bottom_b > 0).sum()) < 2:
+        return Interval(value, np.nan, np.nan)
 
     def difference(chosen: np.ndarray) -> np.ndarray:
         first = _divided(top_a[chosen].sum(axis=1), bottom_a[chosen].sum(axis=1))
         return first - _divided(top_b[chosen].sum(axis=1), bottom_b[chosen].sum(axis=1))
 
-    return _percentile(value, difference, len(top_a), samples, seed, level)
+    return percentile_interval(value, difference, len(top_a), samples, seed, level)
 
 
 def weighted_mean(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -446,8 +450,8 @@ def _divided(top: Any, bottom: Any) -> Any:
     return ratio if ratio.ndim else float(ratio)
 
 
-def _percentile(value: float, statistic: Any, prompts: int, samples: int, seed: int, level: float) -> Interval:
-    """Resample ``prompts`` indices and take the percentiles of ``statistic([resample prompt]) -> [resample]``."""
+def percentile_interval(value: float, statistic: Any, prompts: int, samples: int, seed: int, level: float) -> Interval:
+    """Return ``value`` with the percentiles of ``statistic([resample prompt]) -> [resample]`` over resampled prompts."""
     if samples < 1 or not 0 < level < 1:
         raise DriftlabError(f"a bootstrap wants samples >= 1 and 0 < level < 1, not {samples} and {level}")
     if prompts < 2 or np.isnan(value):

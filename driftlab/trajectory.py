@@ -172,6 +172,9 @@ class Entry:
     offset: int
 
 
+_TRAJECTORY_KEYS = ("pieces", "fingerprint", "target", "aux_layers", "settings", "sink", "head")
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """A recorded set of sequences, in the order of the prompts.
@@ -201,6 +204,8 @@ class Trajectory:
             raise DriftlabError(f"{path} {state}: run the same record command again")
         values = read_json(path / "trajectory.json")
         check_version(values.get("format_version"), path / "trajectory.json")
+        if lacking := [name for name in _TRAJECTORY_KEYS if name not in values]:
+            raise DriftlabError(f"{path / 'trajectory.json'} has no {', '.join(lacking)}: record again")
         entries = [e for piece in range(values["pieces"]) for e in piece_entries(piece_path(path, piece), piece)]
         foreign = [i for i in range(values["pieces"]) if not piece_is_whole(piece_path(path, i), values["fingerprint"])]
         if foreign:

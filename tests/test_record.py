@@ -688,3 +688,13 @@ def test_two_processes_would_not_write_at_once(varied_target, tmp_path, monkeypa
 
     record(varied_target, tmp_path / "r", ["abc"], progress=progress)
     FileLock(f"{tmp_path / 'r'}.lock").acquire(timeout=0).lock.release()
+
+
+def test_a_recording_without_a_key_says_which(varied_target, tmp_path):
+    trajectory = varied_target.record(["abc"], max_new_tokens=4, template=False, out=tmp_path / "r")
+    path = trajectory.path / "trajectory.json"
+    values = json.loads(path.read_text())
+    del values["fingerprint"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(DriftlabError, match="trajectory.json has no fingerprint: record again"):
+        Trajectory.open(trajectory.path)

@@ -258,6 +258,16 @@ def test_the_bootstrap_of_two_prompts_by_hand():
     assert bootstrap_ratio([1, 3], [1, 1], level=0.4) == (2.0, 2.0, 2.0)
 
 
+def test_one_prompt_with_rounds_has_no_interval():
+    """Resamples of it all agree: an interval of width 0 would look like certainty."""
+    lone = bootstrap_ratio([7, 0, 0], [3, 0, 0])
+    assert lone.value == pytest.approx(7 / 3)
+    assert np.isnan([lone.low, lone.high]).all()
+    gap = bootstrap_difference([7, 0, 0], [3, 0, 0], [4, 2, 3], [2, 1, 1])
+    assert gap.value == pytest.approx(7 / 3 - 9 / 4)
+    assert np.isnan([gap.low, gap.high]).all()
+
+
 def test_the_bootstrap_follows_its_seed():
     top, bottom = np.arange(1.0, 9.0), np.full(8, 2.0)
     assert bootstrap_ratio(top, bottom, seed=3) == bootstrap_ratio(top, bottom, seed=3)
@@ -273,11 +283,11 @@ def test_no_interval_from_one_prompt_or_from_nothing(top, bottom):
 
 
 def test_resamples_without_a_denominator_are_dropped():
-    assert bootstrap_ratio([0, 3], [0, 1]) == (3.0, 3.0, 3.0)  # a quarter of the resamples has none
-    # one resample of two prompts, which now and then draws the empty one twice: nothing remains, so no interval
-    single = [bootstrap_ratio([3.0, 0.0], [1.0, 0.0], samples=1, seed=seed) for seed in range(20)]
+    # one resample of four prompts, which now and then draws the empty ones alone: nothing remains, so no interval
+    single = [bootstrap_ratio([3.0, 3.0, 0, 0], [1.0, 1.0, 0, 0], samples=1, seed=seed) for seed in range(60)]
     assert {one.value for one in single} == {3.0}
     assert {math.isnan(one.low) for one in single} == {True, False}
+    assert bootstrap_ratio([3, 3, 0, 0], [1, 1, 0, 0]) == (3.0, 3.0, 3.0)  # a sixteenth of the resamples has none
 
 
 def test_overflowed_magnitudes_do_not_warn():
