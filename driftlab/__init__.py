@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from driftlab.acceptance import Acceptance, accept
     from driftlab.comparisons import compare
     from driftlab.draft import Chain, Draft, all_starts, chain
-    from driftlab.drafter import VARIANTS, Drafter, DrafterConfig
+    from driftlab.drafter import SHIPPED, VARIANTS, Drafter, DrafterConfig
     from driftlab.engines import beside, engine_report, read_engine_log
     from driftlab.errors import DriftlabError
     from driftlab.histogram import RequestHistogram
@@ -43,7 +43,7 @@ _HOME = {
     "acceptance": ("Acceptance", "accept"),
     "comparisons": ("compare",),
     "draft": ("Chain", "Draft", "all_starts", "chain"),
-    "drafter": ("VARIANTS", "Drafter", "DrafterConfig"),
+    "drafter": ("SHIPPED", "VARIANTS", "Drafter", "DrafterConfig"),
     "engines": ("beside", "engine_report", "read_engine_log"),
     "errors": ("DriftlabError",),
     "histogram": ("RequestHistogram",),

@@ -18,7 +18,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 def demo(out: Path = Path("runs/demo"), device: str = "cpu") -> None:
-    """Record SmolLM2, train the four small drafters, replay and probe them, write report, panels and rows.
+    """Record SmolLM2, replay and probe the six shipped drafters, write report, panels and rows.
 
     Args:
         out: folder for report.html, summary.csv, rows.parquet and the panels.
@@ -205,7 +205,7 @@ def probe(
 
     Args:
         recording: folder that `driftlab record` wrote.
-        drafters: one or more drafter folders.
+        drafters: one or more drafter folders, or names of shipped drafters (smollm2-eagle31, ...).
         out: .parquet or .csv.
         depth: K.
         feed: own: the drafter's tokens (deployed behaviour); text: the recorded text.
@@ -254,7 +254,7 @@ def simulate(
 
     Args:
         recording: folder that `driftlab record` wrote.
-        drafters: one or more drafter folders.
+        drafters: one or more drafter folders, or names of shipped drafters (smollm2-eagle31, ...).
         out: .parquet or .csv.
         depth: K, drafted tokens a round.
         rule: drafts are the arg max, or sampled and verified by this rule (in expectation, given the text).

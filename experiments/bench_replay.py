@@ -30,13 +30,12 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=10, help="prompts that the live loop runs on")
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--drafter", type=Path, help="a drafter folder; default the demo's eagle31, trained if need be")
+    parser.add_argument("--drafter", default="smollm2-eagle31", help="a shipped drafter's name, or a folder")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_replay.csv"))
     options = parser.parse_args()
     import torch
 
     from driftlab import Drafter, ProgressBar, Target, load_prompts, speculate
-    from driftlab.demo import DemoConfig, record_all, train_all
     from driftlab.prompts import evenly
 
     bar = ProgressBar()
@@ -46,11 +45,7 @@ def main() -> None:
     trajectory = target.record(chosen, max_new_tokens=options.max_new_tokens, progress=bar)
     recorded = time.perf_counter() - began
     made_now = (trajectory.path / "trajectory.json").stat().st_mtime >= before
-    if options.drafter is None:
-        _, lessons = record_all(target, DemoConfig(), bar)
-        drafter, what = train_all(lessons, DemoConfig(), "cpu", bar)["eagle31"], "the demo's eagle31"
-    else:
-        drafter, what = Drafter.load(options.drafter, trajectory).eval(), f"drafter {options.drafter.name}"
+    drafter, what = Drafter.load(options.drafter, trajectory).eval(), f"drafter {Path(options.drafter).name}"
 
     indices = [i * len(trajectory) // options.live for i in range(options.live)]
     seconds, simulation = replay(drafter, trajectory.path, options.depth)

@@ -2,8 +2,8 @@
 
     python experiments/replay_equals_live.py [--prompts 12] [--depth 8] [--max-new-tokens 64] [--rounds 20000]
 
-Greedy, SmolLM2-135M-Instruct, the demo's four drafters (trained if need be): per (prompt, drafter) the live text is that of
-plain decoding, and the list of rounds (row, accepted, emitted, how it ended) is that of replay.
+Greedy, SmolLM2-135M-Instruct, the four shipped drafters of TTT 4: per (prompt, drafter) the live text is that of plain
+decoding, and the list of rounds (row, accepted, emitted, how it ended) is that of replay.
 
 Sampled: target and drafts are sampled, the live loop accepts with probability min(1, p / q), and its own texts are recorded
 and replayed. Given a text, replay says how many rounds, and how many that passed each depth, are to be expected, and how
@@ -33,10 +33,11 @@ from driftlab import (
     simulate,
     speculate,
 )
-from driftlab.demo import DemoConfig, record_all, train_all
 from driftlab.files import atomic
 from driftlab.prompts import evenly
 from driftlab.workers import run_jobs
+
+DRAFTERS = ("smollm2-eagle3", "smollm2-fc_norm", "smollm2-norm_output", "smollm2-eagle31")
 
 
 def main(
@@ -50,24 +51,21 @@ def main(
     bar = ProgressBar()
     target = Target.load("smollm2", progress=bar)
     chosen = evenly(load_prompts("default"), prompts)
-    _, lessons = record_all(target, DemoConfig(), bar)
-    drafters = train_all(lessons, DemoConfig(), "cpu", bar)
-    greedy = _greedy(target, drafters, chosen, depth, max_new_tokens, bar)
+    greedy = _greedy(target, chosen, depth, max_new_tokens, bar)
     with atomic(out / "greedy.csv") as temporary:
         greedy.to_csv(temporary, index=False)
 
     jobs = [(index, "rejection", rounds // len(SETTINGS), out / f"tiny-{index}") for index in range(len(SETTINGS))]
     parts = run_jobs(tiny, jobs, what="sampled, tiny targets", progress=bar)
     for name, sampling, drafting in (
-        ("eagle3", Sampling(1.0), Sampling(1.0)),
-        ("eagle31", Sampling(0.8, top_p=0.95), Sampling(1.0)),
+        ("smollm2-eagle3", Sampling(1.0), Sampling(1.0)),
+        ("smollm2-eagle31", Sampling(0.8, top_p=0.95), Sampling(1.0)),
     ):
+        drafter = Drafter.load(name, target).eval()
         texts = [(p, seed) for seed, p in enumerate(chosen)]
         who = f"{name}, T {sampling.temperature:g}, top_p {sampling.top_p:g}, drafts at T {drafting.temperature:g}"
         parts.append(
-            sampled(
-                who, target, drafters[name], texts, sampling, drafting, "rejection", 4, max_new_tokens, out / name, bar
-            )
+            sampled(who, target, drafter, texts, sampling, drafting, "rejection", 4, max_new_tokens, out / name, bar)
         )
     counts = pd.concat(parts)
     with atomic(out / "sampled.csv") as temporary:
@@ -87,12 +85,11 @@ def main(
         raise SystemExit(1)
 
 
-def _greedy(
-    target: Target, drafters: dict[str, Drafter], prompts: list[Any], depth: int, max_new_tokens: int, bar: ProgressBar
-) -> pd.DataFrame:
+def _greedy(target: Target, prompts: list[Any], depth: int, max_new_tokens: int, bar: ProgressBar) -> pd.DataFrame:
     trajectory = target.record(prompts, max_new_tokens=max_new_tokens, progress=bar)
     rows = []
-    for name, drafter in drafters.items():
+    for name in DRAFTERS:
+        drafter = Drafter.load(name, trajectory).eval()
         began = time.perf_counter()
         simulation = simulate(accept(all_starts(drafter, trajectory, depth), trajectory))
         replayed = time.perf_counter() - began

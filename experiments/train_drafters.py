@@ -1,4 +1,4 @@
-"""Train six drafters that are worth measuring, from nothing: the target's own text, a check of learning rates, training.
+"""Train the six shipped drafters, from nothing: the target's own text, a check of learning rates, training, measurement.
 
     python experiments/train_drafters.py [--conversations 2560] [--epochs 3] [--out runs/drafters]
 

@@ -487,3 +487,10 @@ def test_a_drafter_says_so_when_the_target_is_not_the_one_it_was_trained_for(
     assert "this target is tiny" in other.notes[0]
     other.save(tmp_path / "again")
     assert Drafter.load(tmp_path / "again", varied_trajectory).notes == []
+
+
+@pytest.mark.parametrize("name", ["smollm2-eagle3", "smollm2-eagle31-ttt2"])
+def test_a_folder_of_a_shipped_name_comes_first(tmp_path, monkeypatch, name):
+    own_tables().save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert load(name).config.vocab_size == 61

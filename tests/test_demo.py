@@ -5,42 +5,24 @@ import json
 import pandas as pd
 import pytest
 
-from driftlab import TrainConfig, read_rows
+from driftlab import read_rows
 from driftlab.demo import DemoConfig, run_demo
 
 COLUMNS = [
-    "variant",
-    "tau",
-    "tau_low",
-    "tau_high",
-    "rms_d1",
-    "rms_dK",
-    "sink_d1",
-    "sink_dK",
-    "self_d2",
-    "self_dK",
-    "recent_d1",
-    "recent_dK",
+    *("drafter", "variant", "ttt", "tau", "tau_low", "tau_high", "match_d1", "match_d4", "rms_d1", "rms_d3"),
+    *("sink_d1", "sink_d3", "self_d2", "self_d3"),
 ]
 
 
 @pytest.mark.real
 def test_demo_writes_what_it_promises_and_repeats(tmp_path):
-    config = DemoConfig(
-        prompts=3,
-        answer_tokens=16,
-        training_texts=12,
-        draft_vocab=512,
-        intermediate_size=128,
-        train=TrainConfig(ttt=2, lr=2e-3, batch_size=4, epochs=2.0),
-        depth=3,
-        match_depth=4,
-    )
+    config = DemoConfig(prompts=3, answer_tokens=16, depth=3, match_depth=4, live_tokens=8)
     stages = []
     summary = run_demo(tmp_path / "a", config, progress=lambda what, done, total: stages.append(what))
     assert summary.columns.tolist() == COLUMNS
-    assert summary["variant"].tolist() == ["eagle3", "fc_norm", "norm_output", "eagle31"]
-    assert summary.drop(columns="variant").notna().all(axis=None)
+    assert summary["variant"].tolist() == ["eagle3", "fc_norm", "norm_output", "eagle31", "eagle3", "eagle31"]
+    assert summary["ttt"].tolist() == [4, 4, 4, 4, 2, 2]
+    assert summary[summary["ttt"] == 4].notna().all(axis=None)
     assert (summary["tau"] >= 1).all()
     assert "live check" in stages  # a recording that is in the cache has no stage
     written = pd.read_csv(tmp_path / "a" / "summary.csv")
@@ -49,7 +31,7 @@ def test_demo_writes_what_it_promises_and_repeats(tmp_path):
     assert "Q4_1, de-quantised" in page
     assert "single training seed" in page
     assert {p.name for p in (tmp_path / "a").glob("*.png")} == {
-        *("magnitude.png", "match.png", "acceptance.png", "tau.png", "recent.png", "mass.png")
+        *("magnitude.png", "match.png", "match_ttt.png", "acceptance.png", "tau.png", "recent.png", "mass.png")
     }
     rows = read_rows(tmp_path / "a" / "rows.parquet")
     assert rows[rows["quantity"] == "match"]["depth"].max() == 4

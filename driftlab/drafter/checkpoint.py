@@ -19,6 +19,7 @@ from torch import Tensor
 
 from driftlab.drafter.config import DrafterConfig
 from driftlab.drafter.model import Drafter
+from driftlab.drafter.shipped import SHIPPED, shipped_path
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic, read_json, sort_metadata, write_json
 
@@ -78,14 +79,14 @@ def load(path: str | Path, target: Any = None, *, aux_layers: tuple[int, ...] | 
     """Load a checkpoint folder; ``drafter.notes`` says in words what was assumed.
 
     Args:
-        path: folder with config.json and model.safetensors.
+        path: folder with config.json and model.safetensors, or a name in :data:`driftlab.drafter.SHIPPED`.
         target: lends embedding and head where the file has none (a Target or a Trajectory).
         aux_layers: captured target states, if the file does not say or says it wrongly.
 
     Raises:
         DriftlabError: a missing, unused or misshapen tensor, an unknown setting, a drafter that does not fit the target.
     """
-    path = Path(path)
+    path = shipped_path(str(path)) if str(path) in SHIPPED and not Path(path).exists() else Path(path)
     values, tensors = read_json(path / "config.json"), _read_tensors(path / "model.safetensors")
     tensors = _plain_names(tensors, path)
     notes: list[str] = []

@@ -169,7 +169,7 @@ class Drafter(HookedModule):
 
     @classmethod
     def load(cls, path: str | Path, target: Any = None, *, aux_layers: Sequence[int] | None = None) -> Drafter:
-        """Load a checkpoint folder; see :func:`driftlab.drafter.checkpoint.load`."""
+        """Load a checkpoint folder, or a shipped drafter by name; see :func:`driftlab.drafter.checkpoint.load`."""
         from driftlab.drafter.checkpoint import load
 
         return load(path, target, aux_layers=None if aux_layers is None else tuple(aux_layers))
