@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 
 from driftlab import plotting
+from driftlab.account import account
 from driftlab.drafter import SHIPPED, Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic
@@ -89,7 +90,11 @@ def run_demo(
         lead=f"Target: {target.spec.label}. Six one-layer drafters, trained on the same text from the same first weights; "
         f"four differ only in fc_norm and norm_output, two were unrolled less deep in training (TTT 2). Single training "
         f"seed. K = {config.depth}; greedy; {len(answers)} prompts.",
-        tables={"Summary": summary, "Sinks: the target's and the drafters'": sink_table(drafters, answers, target)},
+        tables={
+            "Summary": summary,
+            **account(simulations, answers, base="smollm2-eagle3"),
+            "Sinks: the target's and the drafters'": sink_table(drafters, answers, target),
+        },
         panels=panels,
         notes=notes,
         provenance=record,
