@@ -217,14 +217,12 @@ class Expected(_Outcome):
         """Expected numbers."""
         counts = {end: np.zeros(self.depth + 1) for end in ("bonus", "eos", "cut")}
         end = "eos" if self.acceptance.finish[index] == "stop" else "cut"
-        probability, remaining = self.acceptance.probability[index].numpy(), self.acceptance.remaining[index].tolist()
-        for start, v in enumerate(self.starts[index]):
-            left = remaining[start]
-            chance = v * _outcomes(probability[start], left)
-            kept = min(len(chance), left)
-            counts["bonus"][:kept] += chance[:kept]
-            if len(chance) > left:
-                counts[end][left] += chance[left]
+        starts = slice(len(self.starts[index]))
+        left = self.acceptance.remaining[index, starts].numpy()
+        chance = self.starts[index][:, None] * _outcomes(self.acceptance.probability[index, starts].numpy(), left)
+        last = left <= self.depth
+        np.add.at(counts[end], left[last], chance[last, left[last]])
+        counts["bonus"] += (chance * (np.arange(self.depth + 1) < left[:, None])).sum(0)
         return {name: tuple(values.tolist()) for name, values in counts.items()}
 
     def by_depth(self, index: int) -> tuple[list[float], list[float]]:
@@ -259,76 +257,81 @@ def difference(a: Simulation | Expected, b: Simulation | Expected, *, samples: i
 
 
 def _expect(acceptance: Acceptance) -> Expected:
-    probability, remaining = acceptance.probability.numpy(), acceptance.remaining.tolist()
-    prompts = [
-        renewal(probability[i], remaining[i], stopped=acceptance.finish[i] == "stop")
-        for i in range(len(acceptance.ids))
-    ]
-    emitted = rounds = 0.0
-    lengths = acceptance.probability.cumprod(-1).sum(-1).numpy()
-    for i, (v, _, _) in enumerate(prompts):
-        for start, left in enumerate(remaining[i][: len(v)]):
-            if left and (acceptance.finish[i] == "stop" or left > acceptance.depth):
-                # an accepted EOS has no bonus token
-                all_left = float(np.prod(probability[i][start, :left])) if left <= acceptance.depth else 0.0
-                emitted, rounds = emitted + v[start] * (lengths[i][start] + 1 - all_left), rounds + v[start]
+    probability, remaining = acceptance.probability.numpy(), acceptance.remaining.numpy()
+    stopped = np.array([finish == "stop" for finish in acceptance.finish])
+    v, means, variances = renewal(probability, remaining, stopped)
+    # an accepted EOS has no bonus token
+    product, depth = probability.cumprod(-1), acceptance.depth
+    last = np.take_along_axis(product, np.clip(remaining - 1, 0, depth - 1)[..., None], -1)[..., 0]
+    emitted = product.sum(-1) + 1 - np.where(remaining <= depth, last, 0)
+    weight = v * ((remaining > 0) & (stopped[:, None] | (remaining > depth)))
     return Expected(
         acceptance=acceptance,
-        starts=tuple(v for v, _, _ in prompts),
-        means=np.stack([means for _, means, _ in prompts]),
-        variances=np.stack([variances for _, _, variances in prompts]),
-        uncensored=(emitted, rounds),
+        starts=tuple(row[: _starts(left)] for row, left in zip(v, remaining, strict=True)),
+        means=means,
+        variances=variances,
+        uncensored=(float((weight * emitted).sum()), float(weight.sum())),
     )
 
 
+def _starts(remaining: np.ndarray) -> int:
+    """Number of starts before the sequence ends: it ends at the first 0."""
+    ended = np.flatnonzero(remaining == 0)
+    return int(ended[0]) if len(ended) else len(remaining)
+
+
 def renewal(
-    probability: np.ndarray, remaining: Sequence[int], *, stopped: bool
+    probability: np.ndarray, remaining: np.ndarray, stopped: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Moments of the rounds of one sequence whose drafts are accepted by chance.
+    """Moments of the rounds of sequences whose drafts are accepted by chance.
 
     Args:
-        probability: [start, depth], of accepting each draft given that all before it were accepted.
-        remaining: text tokens after the one that each start already has; the sequence ends at the first 0.
-        stopped: whether the text ends in EOS; otherwise in the length limit, and a round that runs into it does not count.
+        probability: [prompt start depth], of accepting each draft given that all before it were accepted.
+        remaining: [prompt start], text tokens after the one that each start already has; it falls to 0 at the last.
+        stopped: [prompt], whether the text ends in EOS; otherwise in the length limit, and a round that runs into it does
+            not count.
 
     Returns:
-        v [start], the probability that a round starts there; mean and variance of [rounds, emitted, passed at depth 1..K,
-        reached at depth 1..K]. Given its start a round is independent of what came before, so the second moments follow a
-        recursion of their own: E[(r + R)^2] = r^2 + 2 r E[R] + E[R^2], R the sum from the next start on.
+        v [prompt start], the probability that a round starts there; mean and variance [prompt quantity] of rounds, emitted,
+        passed at depth 1..K, reached at depth 1..K. Given its start a round is independent of what came before, so the
+        second moments follow a recursion of their own: E[(r + R)^2] = r^2 + 2 r E[R] + E[R^2], R the sum from the next
+        start on.
     """
-    depth = probability.shape[1]
-    count = next((i for i, left in enumerate(remaining) if left == 0), len(remaining))
-    ks = np.arange(1, depth + 1)
-    bonus = np.array([[1, a + 1, *(a >= ks), *(a >= ks - 1)] for a in range(depth + 1)], dtype=np.float64)
-    v, (first, second) = np.zeros(count), np.zeros((2, count + 1, 2 + 2 * depth))
-    chances = []
-    for start in range(count):
-        chances.append(_outcomes(probability[start], remaining[start]))
-    for start in reversed(range(count)):
-        chance, left = chances[start], remaining[start]
-        n = min(len(chance), left)  # outcomes that end in the target's own token
-        reward, later = bonus[:n], first[start + 1 : start + 1 + n]
-        first[start] = chance[:n] @ (reward + later)
-        second[start] = chance[:n] @ (reward**2 + 2 * reward * later + second[start + 1 : start + 1 + n])
-        if len(chance) > left and stopped:
-            # all that is left was accepted: EOS, without the target's own token (else the limit cut the round: no reward)
-            ended = np.array([1, left, *(left >= ks), *(left >= ks)], dtype=np.float64)
-            first[start] += chance[left] * ended
-            second[start] += chance[left] * ended**2
-    if count:
-        v[0] = 1
-    for start in range(count):
-        n = min(len(chances[start]), remaining[start], count - start - 1)
-        v[start + 1 : start + 1 + n] += v[start] * chances[start][:n]
-    return v, first[0], np.maximum(second[0] - first[0] ** 2, 0)
+    prompts, starts, depth = probability.shape
+    ks, accepted = np.arange(1, depth + 1), np.arange(depth + 1)
+    chance = _outcomes(probability, remaining)
+    bonus = chance * (accepted < remaining[..., None])  # outcomes that end in the target's own token
+    reward = np.array([[1, a + 1, *(a >= ks), *(a >= ks - 1)] for a in accepted], dtype=np.float64)
+    # all that is left was accepted: EOS, without the target's own token (else the limit cut the round: no reward)
+    ended = np.array([[1, left, *(left >= ks), *(left >= ks)] for left in accepted], dtype=np.float64)
+    whole = np.clip(remaining, 0, depth)
+    end = np.take_along_axis(chance, whole[..., None], -1)[..., 0]
+    end *= (remaining > 0) & (remaining <= depth) & stopped[:, None]
+    first, second = np.zeros((2, prompts, starts + depth + 1, reward.shape[1]))
+    for start in reversed(range(starts)):
+        later = slice(start + 1, start + depth + 2)
+        here, last = bonus[:, start, :, None], end[:, start, None]
+        first[:, start] = (here * (reward + first[:, later])).sum(1) + last * ended[whole[:, start]]
+        again = reward**2 + 2 * reward * first[:, later] + second[:, later]
+        second[:, start] = (here * again).sum(1) + last * ended[whole[:, start]] ** 2
+    v = np.zeros((prompts, starts + depth + 1))
+    v[:, 0] = 1
+    for start in range(starts):
+        v[:, start + 1 : start + depth + 2] += v[:, start, None] * bonus[:, start]
+    v = v[:, :starts] * (remaining > 0)
+    return v, first[:, 0], np.maximum(second[:, 0] - first[:, 0] ** 2, 0)
 
 
-def _outcomes(probability: np.ndarray, left: int) -> np.ndarray:
-    """Chance that a round accepts exactly 0, 1, ... min(K, left) drafts, from those of accepting each after the others."""
-    tried = probability[: min(len(probability), left)]
-    chance = np.concatenate([[1.0], np.cumprod(tried)])
-    chance[:-1] *= 1 - tried
-    return chance
+def _outcomes(probability: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """Chance that a round accepts exactly 0, 1, ... K drafts, from those of accepting each after the others.
+
+    ``probability [*start depth]``, ``left [*start]``: no more drafts than this count. Nothing left: all 0.
+    """
+    tried = probability * (np.arange(probability.shape[-1]) < left[..., None])
+    ones = np.ones((*tried.shape[:-1], 1))
+    chance = np.concatenate([ones, tried.cumprod(-1)], -1) * np.concatenate([1 - tried, ones], -1)
+    # beyond the last draft that counts 1 - tried is 1, so the chance of all that is left stands at its place
+    return chance * (left[..., None] > 0)
 
 
 def walk(accept_lengths: Sequence[int], remaining: Sequence[int], *, first_row: int, stopped: bool) -> Iterator[Round]:

@@ -78,14 +78,29 @@ def test_moments_are_those_of_all_verdicts(stopped, depth, length):
     generator = np.random.default_rng(depth)
     probability = generator.random((length + 1, depth))
     remaining = list(range(length, -1, -1))
-    v, means, variances = renewal(probability, remaining, stopped=stopped)
+    v, means, variances = (x[0] for x in renewal(probability[None], np.array([remaining]), np.array([stopped])))
     runs = enumerated(probability.tolist(), remaining, stopped)
     assert sum(run[0] for run in runs) == pytest.approx(1)
     values = np.array([[rounds, emitted, *passed, *reached] for _, rounds, emitted, passed, reached, _ in runs])
     chances = np.array([run[0] for run in runs])
     np.testing.assert_allclose(means, chances @ values, atol=1e-12)
     np.testing.assert_allclose(variances, chances @ values**2 - (chances @ values) ** 2, atol=1e-10)
-    np.testing.assert_allclose(v, [sum(r[0] for r in runs if i in r[5]) for i in range(length)], atol=1e-12)
+    visited = [sum(r[0] for r in runs if i in r[5]) for i in range(length)]
+    np.testing.assert_allclose(v, [*visited, 0], atol=1e-12)
+
+
+def test_prompts_of_different_length_do_not_touch_one_another():
+    """Padding has nothing remaining; each prompt's moments are those of it alone."""
+    generator = np.random.default_rng(0)
+    lengths, depth, stopped = (5, 2, 0, 7), 3, np.array([True, False, True, False])
+    remaining = np.array([[max(n - i, 0) for i in range(9)] for n in lengths])
+    probability = generator.random((4, 9, depth))
+    together = renewal(probability, remaining, stopped)
+    for i, n in enumerate(lengths):
+        alone = renewal(probability[i : i + 1, : n + 1], remaining[i : i + 1, : n + 1], stopped[i : i + 1])
+        np.testing.assert_allclose(together[0][i, : n + 1], alone[0][0])
+        for a, b in zip(together[1:], alone[1:], strict=True):
+            np.testing.assert_allclose(a[i], b[0])
 
 
 def draft_options(drafting):
