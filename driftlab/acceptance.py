@@ -50,6 +50,8 @@ class Acceptance:
     digests: tuple[str, ...] = ()
     tree: Tree | SampledTree | None = None
     """of tree drafts, whose ``match`` at depth k says that a path of nodes follows the text so far"""
+    feed: str = "text"
+    """what the drafts were fed; with their own tokens, a depth behind the first miss is judged against another text"""
 
     @property
     def depth(self) -> int:
@@ -75,7 +77,8 @@ class Acceptance:
         """Yield tidy rows: per prompt and depth, over all starts, the share at which the arg-max draft equals the text, and,
         for sampled drafts, the mean probability of accepting the text's token.
         """
-        if self.tree is not None:  # a position of a tree has no rate (Spec-Bench#8)
+        # a position of a tree has no rate (Spec-Bench#8); match is text-fed
+        if self.tree is not None or self.feed != "text":
             return
         matches, starts = self.match.sum(1).tolist(), self.valid.sum(1).tolist()
         sampled = None if self.sampled is None else self.sampled.sum(1).tolist()
@@ -162,6 +165,7 @@ def accept(
         finish=finish,
         digests=digests,
         tree=tree,
+        feed="own" if isinstance(draft, TreeDraft) else draft.feed,
     )
 
 
@@ -213,6 +217,8 @@ def drafting_for(
                 f"draft_temperature, draft_top_k and draft_top_p belong to sampled drafts: rule = {', '.join(SAMPLED_RULES)}"
             )
         return None
+    if target.temperature == 0:  # greedy: its cuts, if it has any, say nothing
+        target = Sampling()
     chosen = Sampling(
         float(target.temperature if temperature is None else temperature),
         target.top_k if top_k is None else top_k,

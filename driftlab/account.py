@@ -13,8 +13,6 @@ from driftlab.results import as_rows, weighted_mean
 from driftlab.simulation import Expected, Simulation
 from driftlab.trajectory import Trajectory
 
-_OF_TREES = ("tau", "tau_uncensored", "all_starts_mean")
-
 
 def account(
     simulations: Mapping[str, Simulation | Expected], trajectory: Trajectory, *, base: str | None = None
@@ -26,11 +24,7 @@ def account(
         trajectory: what was replayed.
         base: the drafter that others are compared with; default the first.
     """
-    named = {name: estimates(simulation) for name, simulation in simulations.items()}
-    for name, simulation in simulations.items():
-        if simulation.acceptance.tree is not None:  # a depth of a tree has no rate
-            named[name] = named[name][named[name]["quantity"].isin(_OF_TREES)]
-    tables = {"Estimators beside tau": _stacked(named)}
+    tables = {"Estimators beside tau": _stacked({name: estimates(x) for name, x in simulations.items()})}
     if len(simulations) > 1:
         tables["Paired comparisons of tau"] = compare(simulations, base or next(iter(simulations)))
     repeated = as_rows(list(repetition_records(trajectory)))

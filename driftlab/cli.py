@@ -235,7 +235,7 @@ def simulate(
     recording: Positional[Path],
     drafters: Positional[tuple[Path, ...]],
     out: Path = Path("runs/simulate.parquet"),
-    depth: int = 8,
+    depth: int | None = None,
     rule: Literal["argmax", "rejection", "block", "exact", "q1"] = "argmax",
     draft_temperature: float | None = None,
     draft_top_k: int | None = None,
@@ -256,7 +256,7 @@ def simulate(
         recording: folder that `driftlab record` wrote.
         drafters: one or more drafter folders, or names of shipped drafters (smollm2-eagle31, ...).
         out: .parquet or .csv.
-        depth: K, drafted tokens a round.
+        depth: K, drafted tokens a round; default 8.
         rule: drafts are the arg max, or sampled and verified by this rule (in expectation, given the text).
         draft_temperature: of sampled drafts; default the recording's.
         draft_top_k: of sampled drafts, 0 off; default the recording's.
@@ -266,7 +266,7 @@ def simulate(
         as_: say what this tool would print, e.g. vllm; "all" for every tool.
         log: a tool's log or output file, shown beside what ``--as`` says it would print.
         details: also tau by position, context and category, and conditional acceptance by its parts.
-        drafts: folder in which drafts are kept, so that another rule or K needs no drafting.
+        drafts: folder in which drafts are kept, so that another rule or a smaller K needs no drafting.
         device: where the drafters run.
     """
     from driftlab import DynamicTree, StaticTree, Trajectory
@@ -285,7 +285,10 @@ def simulate(
             or any(v is not None for v in sampled.values())
         ):
             raise DriftlabError("--tree, --chains and sampled drafts are ways to draft: give one of them")
-        shape = StaticTree.chains(chains, depth) if tree is None else DynamicTree(*tree)
+        if tree is not None and depth is not None:
+            raise DriftlabError("the first number of --tree is its depth: leave --depth out")
+        shape = StaticTree.chains(chains, depth or 8) if tree is None else DynamicTree(*tree)
+    depth = 8 if depth is None else depth
     trajectory = Trajectory.open(recording)
     named = _named(drafters, out)
     loaded = {name: _drafter(path, trajectory, device) for name, path in named.items()}

@@ -28,7 +28,7 @@ from driftlab.trajectory import Batch, Trajectory
 
 Feed = Literal["text", "own"]
 LOGIT_BLOCK_BYTES = 64 * 2**20
-_TIES = 8
+TIES = 8
 """ranks kept beyond those asked for, to see which logits are equal to the last one"""
 
 
@@ -91,8 +91,14 @@ class DraftLogits:
             within = (p.cumsum(-1) - p < drafting.top_p) & kept
             if not top_k and ranks < self.vocab and bool((p.sum(-1) < drafting.top_p).any()):
                 raise DriftlabError(f"draft top_p {drafting.top_p}: it reaches beyond the {ranks} logits kept; {again}")
-            mass = (p * within).sum(-1)
-            inside &= text >= top.masked_fill(~within, torch.inf).amin(-1)
+            # as likely as one that stays: as in process
+            edge = top.masked_fill(~within, torch.inf).amin(-1)
+            if ranks < self.vocab and bool((top[..., -1] >= edge).any()):
+                raise DriftlabError(
+                    f"draft top_p {drafting.top_p}: it reaches the last of the {ranks} logits kept; {again}"
+                )
+            mass = (p * (top >= edge[..., None])).sum(-1)
+            inside &= text >= edge
         return torch.where(inside, (text / temperature - lse).exp() / mass, 0.0)
 
 
@@ -193,7 +199,7 @@ def _kept_logits(
     ):
         logits = drafter.logits(rows).float()
         texts.append(logits.gather(1, ids[:, None])[:, 0].masked_fill(~known, -torch.inf))
-        tops.append(logits.topk(min(top + _TIES, len(vocab))).values)
+        tops.append(logits.topk(min(top + TIES, len(vocab))).values)
         largest = logits.amax(-1)  # subtracted: small temperatures make large numbers
         lses.append(
             torch.stack([((logits - largest[:, None]) / t).logsumexp(-1) + largest / t for t in temperatures], -1)

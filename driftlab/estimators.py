@@ -51,6 +51,8 @@ _OVER = {
     "product_of_rates": "all",
     "iid_formula": "all",
 }
+#: of rates by depth, which trees and drafts fed with their own tokens do not have
+_OF_RATES = ("product_of_rates", "iid_formula")
 #: starts, and which of the sums below (1, m, C before, C after, then times v) is the weight of the sparsest mean in it
 _TERMS = {
     "ability": ("all", 0),
@@ -101,12 +103,16 @@ def estimates(simulation: Simulation | Expected, *, samples: int = 2000, seed: i
 
     Columns: ``depth_max`` (K), ``quantity`` (the names above), ``value``, ``low``, ``high``, ``n`` (rounds or starts),
     ``starts``, and ``bias`` = value / tau - 1 with its own interval ``bias_low``, ``bias_high``. Intervals are 95 %
-    bootstraps over prompts, tau and estimator on the same resampled prompts. Without the bias they are rows.
+    bootstraps over prompts, tau and estimator on the same resampled prompts. Without the bias they are rows. Trees, and drafts
+    fed with their own tokens, have no rates by depth: the last two are left out.
     """
     sums, depth = _estimator_sums(simulation), simulation.depth
     counts = sums.sum(0)
     lines = []
+    by_depth = simulation.acceptance.tree is None and simulation.acceptance.feed == "text"
     for name, starts in _OVER.items():
+        if name in _OF_RATES and not by_depth:
+            continue
         over = {"tau": 1, "tau_uncensored": 3}.get(name, 4)
         value = _bootstrap(sums, lambda s, name=name: _estimators(s, depth)[name], over, samples, seed)
         bias = _bootstrap(sums, lambda s, name=name: _bias(_estimators(s, depth), name), over, samples, seed)
@@ -177,7 +183,14 @@ def decompose(simulation: Simulation | Expected, *, samples: int = 2000, seed: i
     is the sum of the weights of the sparsest mean in it: of 1, of v, of C_{k-1}, or of v C_{k-1}. NaN where that is 0.
     ``accept_conditional`` of a simulation leaves cut rounds out, so it differs a little where a length limit ended texts.
     Under rule "block" m depends on earlier depths too: there the ability is not the drafter's alone.
+
+    Raises:
+        DriftlabError: trees, or drafts that were fed with their own tokens.
     """
+    if simulation.acceptance.tree is not None or simulation.acceptance.feed != "text":
+        raise DriftlabError(
+            "conditional acceptance is split for chains that were fed the text: trees have no rate by depth"
+        )
     table, v = simulation.acceptance, start_weights(simulation)
     m, valid = table.probability.numpy(), table.valid.numpy()
     product = np.concatenate([np.ones((*m.shape[:2], 1)), m.cumprod(-1)], -1)

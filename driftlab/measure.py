@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from driftlab.probes import AttentionMass, SinkSearch, StateNorm, drafter_settin
 from driftlab.progress import Progress, silent
 from driftlab.results import VARYING, as_rows, combine
 from driftlab.simulation import Expected, Simulation, simulate
-from driftlab.stored import stored
+from driftlab.stored import stored_chains, stored_trees
 from driftlab.trajectory import Trajectory
-from driftlab.trees import Tree, tree_all_starts
+from driftlab.trees import DynamicTree, Tree
 
 MIXED = (*VARYING, "feed", "starts", "rule", "draft_temperature", "draft_top_k", "draft_top_p")
 """What may differ between the rows of one table: drafters, and which starts and feed a quantity is defined on."""
@@ -69,11 +70,10 @@ def replay_rows(
     if drafting is not None:
         ranks = drafting.top_k or (_NUCLEUS_RANKS if drafting.top_p < 1 else 1)
         kept = {"temperatures": (drafting.temperature,), "top": ranks}
+    elif drafts is not None:  # what costs little now and a drafting later
+        kept = {"temperatures": (float(trajectory.settings["temperature"]) or 1.0,)}
     deepest = max(depth, match_depth or 0)
-    draft = stored(
-        *(drafts, drafter, trajectory, f"all_starts {deepest} {sorted(kept.items())}"),
-        lambda: all_starts(drafter, trajectory, deepest, feed="text", progress=progress, **kept),
-    )
+    draft = stored_chains(drafts, drafter, trajectory, deepest, progress=progress, **kept)
     names = ("draft_temperature", "draft_top_k", "draft_top_p")
     sampled: dict[str, Any] = dict(zip(names, given, strict=True))
     simulation = simulate(accept(draft.upto(depth), trajectory, rule=rule, **sampled))
@@ -92,13 +92,13 @@ def tree_rows(
     drafts: Path | None = None,
     progress: Progress = silent,
 ) -> tuple[pd.DataFrame, Simulation | Expected]:
-    """Replay drafting of a tree a round; return rows and simulation. ``drafting`` says which tree."""
-    draft = stored(
-        *(drafts, drafter, trajectory, f"tree {tree}"),
-        lambda: tree_all_starts(drafter, trajectory, tree, progress=progress),
-    )
+    """Replay drafting of a tree a round; return rows and simulation. ``drafting`` says which tree, with the nodes that stay."""
+    draft = stored_trees(drafts, drafter, trajectory, tree, progress=progress)
     simulation = simulate(accept(draft, trajectory))
-    plain = settings(drafter, trajectory, name, depth=tree.depth, feed="own") | {"drafting": tree.label}
+    label = tree.label
+    if isinstance(tree, DynamicTree):  # what cannot be is cut, and said
+        label = dataclasses.replace(tree, total=tree.size(drafter.config.draft_vocab_size)).label
+    plain = settings(drafter, trajectory, name, depth=tree.depth, feed="own") | {"drafting": label}
     return combine(_round_rows(simulation, plain), varying=MIXED), simulation
 
 

@@ -19,6 +19,8 @@ from driftlab.trajectory import Trajectory, piece_entries, piece_path
 
 _BLOCK_BYTES = 64 * 2**20
 _EDGE = 1e-3
+_RULE_VERSION = 1
+"""of what is computed here and in Sampling.process: a change makes what is kept stale"""
 
 
 def text_probabilities(trajectory: Trajectory) -> list[Float[Tensor, " row"]]:
@@ -50,7 +52,7 @@ def _probability_path(trajectory: Trajectory, piece: int) -> Path:
 def _probability_key(trajectory: Trajectory, piece: int) -> str:
     """What the numbers are of: a recording that was made again in the same folder has other ones."""
     settings = trajectory.settings
-    told = [trajectory.spec.fingerprint, *(settings[name] for name in ("temperature", "top_k", "top_p"))]
+    told = [_RULE_VERSION, trajectory.spec.fingerprint, *(settings[name] for name in ("temperature", "top_k", "top_p"))]
     digest = hashlib.sha256(repr(told).encode())
     for entry in piece_entries(piece_path(trajectory.path, piece), piece):
         digest.update(f"{entry}".encode())

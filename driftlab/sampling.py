@@ -39,10 +39,12 @@ class Sampling:
             scores = scores.masked_fill(scores < kth, -torch.inf)
         p = scores.softmax(-1)
         if self.top_p < 1:
-            ordered, order = p.sort(-1, descending=True)
-            # a token stays if the mass before it is below top_p: the first one always does
+            ordered = p.sort(-1, descending=True).values
+            # a token stays if the mass before it is below top_p (the first one always does), or if it is as likely as one
+            # that stays: which of equals a sort puts first is chance
             outside = ordered.cumsum(-1) - ordered >= self.top_p
-            p = p.masked_fill(outside.gather(-1, order.argsort(-1)), 0)
+            edge = ordered.masked_fill(outside, torch.inf).amin(-1, keepdim=True)
+            p = p.masked_fill(p < edge, 0)
             p = p / p.sum(-1, keepdim=True)
         return p.to(logits.dtype)
 

@@ -18,6 +18,8 @@ min(1, q / p). Draws at different starts and depths are independent, so tau's ex
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -26,6 +28,7 @@ from driftlab.acceptance import Acceptance, accept, drafting_of
 from driftlab.draft import all_starts, check_fits, text_at, unroll
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
+from driftlab.probability import text_probabilities
 from driftlab.progress import Progress, silent
 from driftlab.sampling import Sampling
 from driftlab.trajectory import Trajectory
@@ -61,7 +64,8 @@ def accept_siblings(
         progress: called with ("siblings", sequences done, sequences).
 
     Returns:
-        An acceptance table for :func:`driftlab.simulation.simulate`; its ``tree`` is ``tree``.
+        An acceptance table for :func:`driftlab.simulation.simulate`; its ``tree`` is ``tree``, its ``match`` is the arg-max
+        chain's. Means of a simulation are unbiased over the draws; variances are not given (NaN) where children are drawn.
 
     Raises:
         DriftlabError: as :func:`driftlab.acceptance.accept` for sampled drafts; ``draws`` below 1.
@@ -72,22 +76,31 @@ def accept_siblings(
     check_fits(drafter, trajectory)
     plain = accept(all_starts(drafter, trajectory, tree.depth), trajectory)
     sampled = torch.zeros(plain.match.shape, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
+    chosen = text_probabilities(trajectory)
     target = Sampling(trajectory.settings["temperature"], trajectory.settings["top_k"], trajectory.settings["top_p"])
     for index in range(len(trajectory)):
         batch = trajectory.batch([index]).to(drafter.fc.weight.device, drafter.fc.weight.dtype)
         first, rows = int(batch.prompt_lengths[0]) - 1, batch.starts.rows.shape[1]
         states = trajectory[index].last_hidden
+        # a stream of its own, so that a sequence's numbers do not depend on which others are there
+        stream = hashlib.sha256(f"{seed} {plain.digests[index]}".encode()).digest()[:8]
+        generator = torch.Generator().manual_seed(int.from_bytes(stream, "little") >> 1)
         for state, _ in unroll(drafter, batch, tree.depth, feed="text"):
             k = state.depth
             known = plain.valid[index, :rows, k - 1].nonzero()[:, 0]
             text = text_at(batch, state.starts.rows + k + 1)[0].cpu()
             for places in known.split(max(1, _BLOCK_BYTES // (8 * drafter.config.vocab_size))):
                 p = target.process(trajectory.head.logits(states[first + places + k]).double())
+                # a token at the very edge of a cut counts as inside, as everywhere (an impossible one was refused above)
+                p = p.scatter(1, text[places][:, None], chosen[index][places + k][:, None])
                 q = _wide(drafter, drafting, state.normed[0, places.to(state.normed.device)])
                 sampled[index, places, k - 1] = sibling_probability(
                     p, q, text[places], tree.branching[k - 1], draws, generator
                 )
+        if not bool(sampled[index].isfinite().all()):
+            raise DriftlabError(
+                f"the draft's probabilities are not finite: sequence {plain.ids[index]!r}; draft in float32"
+            )
         progress("siblings", index + 1, len(trajectory))
     return Acceptance(
         match=plain.match,

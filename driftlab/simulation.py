@@ -32,6 +32,7 @@ from driftlab.acceptance import Acceptance, share
 from driftlab.errors import DriftlabError
 from driftlab.histogram import RequestHistogram
 from driftlab.results import Interval, bootstrap_difference, bootstrap_ratio, pooled_ratio
+from driftlab.trees import SampledTree
 
 End = Literal["bonus", "eos", "cut"]
 
@@ -259,7 +260,11 @@ def difference(a: Simulation | Expected, b: Simulation | Expected, *, samples: i
 def _expect(acceptance: Acceptance) -> Expected:
     probability, remaining = acceptance.probability.numpy(), acceptance.remaining.numpy()
     stopped = np.array([finish == "stop" for finish in acceptance.finish])
+    if not np.isfinite(probability).all():
+        raise DriftlabError("acceptance probabilities are not finite: a prompt would leave tau without a word")
     v, means, variances = renewal(probability, remaining, stopped)
+    if isinstance(acceptance.tree, SampledTree) and max(acceptance.tree.branching) > 1:
+        variances = np.full_like(variances, np.nan)  # they would leave out the noise of the draws
     # an accepted EOS has no bonus token
     product, depth = probability.cumprod(-1), acceptance.depth
     last = np.take_along_axis(product, np.clip(remaining - 1, 0, depth - 1)[..., None], -1)[..., 0]

@@ -29,13 +29,15 @@ from driftlab.simulation import Round
 from driftlab.target import Target
 from driftlab.target.adapter import allow_crop, crop
 from driftlab.target.sampling import streams
-from driftlab.trees import Tree, draft_tree
+from driftlab.trees import SampledTree, Tree, draft_tree
 
 
 @dataclass(frozen=True)
 class Live:
     """A live run. ``tokens``: the answer; ``rounds`` as :func:`driftlab.simulation.walk` gives them; ``finish``;
-    ``seconds``: wall time spent ``{"prefill", "draft", "verify"}``; ``lossless``: False if the rule changes the text.
+    ``lossless``: False if the rule changes the text. ``seconds``: wall time spent on {"prefill", "draft", "verify", "commit"};
+    draft is all depths, the first too; commit is the second target pass over the path that a tree's round accepts, which makes
+    keys and states those of plain decoding and which an engine does not need.
     """
 
     tokens: tuple[int, ...]
@@ -52,7 +54,7 @@ def speculate(
     prompt_ids: Sequence[int],
     *,
     depth: int | None = None,
-    tree: Tree | None = None,
+    tree: Tree | SampledTree | None = None,
     max_new_tokens: int,
     sampling: Sampling | None = None,
     rule: str = "argmax",
@@ -94,7 +96,11 @@ def speculate(
         )
     check_depth(tree.depth if depth is None else depth)
     sampling = sampling or Sampling()
+    if isinstance(tree, SampledTree):
+        raise DriftlabError("children drawn by chance are replayed by accept_siblings(), not decoded live")
     lossless = rule != "typical"
+    if lossless and (epsilon, delta) != (0.09, 0.3):
+        raise DriftlabError(f'epsilon and delta belong to rule="typical", not to {rule!r}')
     if not lossless and (sampling.temperature == 0 or not 0 < epsilon < 1 or not delta > 0):
         raise DriftlabError(
             f"typical acceptance at temperature {sampling.temperature:g} with epsilon {epsilon:g}, delta {delta:g}: it wants a "
@@ -144,7 +150,7 @@ class _Loop:
         self.chain = Chain(drafter, prompt_lengths=[len(prompt)])
         self.cache = self.adapter.new_cache()
         self.limit, self.answer, self.rounds, self.finish = limit, [], [], ""
-        self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
+        self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0}
         began = time.perf_counter()
         logits, aux = self._forward(prompt, 0)
         allow_crop(self.cache)
@@ -156,10 +162,10 @@ class _Loop:
 
     def round(self, depth: int) -> None:
         """Draft, verify, commit."""
-        row, began = self.chain.rows - 1, time.perf_counter()
+        row, began = self.chain.rows - 1, self._now()
         self.q: list[Tensor] = []
         drafts = self.chain.draft(depth, None if self.drafting is None else self._sample_draft)[0].tolist()
-        drafted = time.perf_counter()
+        drafted = self._now()
         logits, aux = self._forward([self.answer[-1], *drafts], self.committed)
         accepted, last = self._verify(drafts, logits)
         emitted = [*drafts[:accepted], last]
@@ -168,17 +174,18 @@ class _Loop:
         self.rounds.append(Round(row, accepted if end == "bonus" else kept, kept, end))
         crop(self.cache, depth - accepted)
         self.committed += accepted + 1
+        verified = self._now()
         if not self.finish:
             self._extend(emitted, aux[:, : accepted + 1])
-        self.seconds["draft"] += drafted - began
-        self.seconds["verify"] += time.perf_counter() - drafted
+        self.seconds["verify"] += verified - drafted
+        self.seconds["draft"] += drafted - began + self._now() - verified
 
     def tree_round(self, tree: Tree) -> None:
         """Draft a tree, verify it in one pass, commit the path that the target takes."""
-        row, began = self.chain.rows - 1, time.perf_counter()
+        row, began = self.chain.rows - 1, self._now()
         draft = draft_tree(self.chain, tree)
         tokens, parents = draft.tokens[0, 0].tolist(), draft.parents[0, 0].tolist()
-        drafted = time.perf_counter()
+        drafted = self._now()
         logits = self._tree_logits(tokens, parents, draft.depths[0, 0].tolist())
         path, at = [], -1
         while True:
@@ -192,13 +199,15 @@ class _Loop:
         kept = self._emit(emitted)
         end = "bonus" if kept == len(emitted) else "eos" if self.answer[-1] in self.eos else "cut"
         self.rounds.append(Round(row, len(path) if end == "bonus" else kept, kept, end))
+        verified = committed = self._now()
         if not self.finish:
-            # the accepted path again, without the tree: keys and states are those of plain decoding
             _, aux = self._forward([self.answer[-1 - len(emitted)], *path], self.committed)
+            committed = self._now()
             self._extend(emitted, aux)
         self.committed += len(emitted)
-        self.seconds["draft"] += drafted - began
-        self.seconds["verify"] += time.perf_counter() - drafted
+        self.seconds["verify"] += verified - drafted
+        self.seconds["commit"] += committed - verified
+        self.seconds["draft"] += drafted - began + self._now() - committed
 
     def _tree_logits(self, tokens: list[int], parents: list[int], depths: list[int]) -> Float[Tensor, "node vocab"]:
         """Logits after the last verified token and after every node; the cache is left as it was."""
@@ -238,6 +247,13 @@ class _Loop:
         if self.sampling.temperature == 0:
             return int(logits.argmax(-1))
         return int(draw(self.sampling.process(logits).cpu(), self.roll())[0])
+
+    @staticmethod
+    def _now() -> float:
+        """Seconds, once what was launched on a GPU is done."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def roll(self) -> Tensor:
         """Return one uniform number of the target's and the verifier's stream, [1]."""

@@ -1,15 +1,17 @@
-"""Drafts on disk: what a drafter proposed for a recording, kept so that another K, rule or tree cut needs no drafter.
+"""Drafts on disk: what a drafter proposed for a recording, kept so that a smaller K or another rule needs no drafting.
 
 One safetensors file a draft, written whole or not at all; its metadata say what it holds, for which texts, and from which
-drafter. A file of another drafter, recording or request is not used but drafted again.
+drafter. A file of another drafter, recording, tree or version is not used but drafted again. Chains are kept as deep, and with
+as many logits, as they were ever asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlab.attention import Controls
-from driftlab.draft import Draft, DraftLogits
+from driftlab.draft import TIES, Draft, DraftLogits, all_starts
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic, sort_metadata
+from driftlab.progress import Progress, silent
 from driftlab.trajectory import Trajectory
-from driftlab.trees import DynamicTree, StaticTree, TreeDraft
+from driftlab.trees import DynamicTree, StaticTree, Tree, TreeDraft, tree_all_starts
 
 FORMAT_VERSION = 1
 _LOGITS = ("text", "top", "lse")
 
 
 def save_draft(path: Path | str, draft: Draft | TreeDraft, *, key: str = "") -> None:
-    """Write a draft to ``path`` (.safetensors). ``key``: what it answers, for :func:`stored`."""
+    """Write a draft to ``path`` (.safetensors). ``key``: what it answers, for :func:`stored_chains`."""
     tensors = {f.name: getattr(draft, f.name) for f in dataclasses.fields(draft)}
     tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     told: dict[str, Any] = {"ids": draft.ids, "digests": draft.digests}
@@ -69,39 +72,89 @@ def load_draft(path: Path | str) -> Draft | TreeDraft:
     return Draft(**tensors, **common, feed=told["feed"], logits=kept)
 
 
-def stored(
+def stored_chains(
     folder: Path | str | None,
     drafter: Drafter,
     trajectory: Trajectory,
-    what: str,
-    make: Callable[[], Draft | TreeDraft],
-) -> Draft | TreeDraft:
-    """Return the draft that ``folder`` holds for this drafter, recording and request, else make and keep it.
+    depth: int,
+    *,
+    temperatures: Sequence[float] = (),
+    top: int = 32,
+    progress: Progress = silent,
+) -> Draft:
+    """Return text-fed chains of ``depth`` from what ``folder`` holds, if it is as deep and has what is asked for; else draft.
 
     Args:
         folder: where drafts are kept; None: nowhere.
         drafter: its weights and configuration are part of the key.
         trajectory: its texts are.
-        what: the request in words, e.g. "all_starts depth 8 temperatures (1.0,) top 32".
-        make: drafts.
+        depth: K; a deeper draft is cut to it.
+        temperatures: as of :func:`driftlab.draft.all_starts`, and likewise ``top``; more may be there.
+        top: see ``temperatures``.
+        progress: see :func:`driftlab.draft.all_starts`.
 
     A drafter with hooks on it or with attention controls is no longer what its weights say, and whoever hooked it wants it
     to run: nothing is read or kept.
     """
+    asked = tuple(float(t) for t in temperatures)
     if folder is None or _altered(drafter):
-        return make()
-    key = f"{_fingerprint(drafter)} {_texts(trajectory)} {what}"
-    path = Path(folder) / f"draft-{hashlib.sha256(key.encode()).hexdigest()[:20]}.safetensors"
+        return all_starts(drafter, trajectory, depth, temperatures=asked, top=top, progress=progress)
+    path, key = _place(Path(folder), drafter, trajectory, "text-fed chains")
+    held = _held(path, key)
+    if isinstance(held, Draft):
+        if held.depth >= depth and _has(held.logits, asked, top):
+            return held.upto(depth)
+        # nothing that is there is given up
+        made = max(depth, held.depth)
+        if held.logits is not None:
+            asked = tuple(sorted({*asked, *held.logits.temperatures}))
+            top = max(top, held.logits.top.shape[-1] - TIES)
+    else:
+        made = depth
+    draft = all_starts(drafter, trajectory, made, temperatures=asked, top=top, progress=progress)
+    save_draft(path, draft, key=key)
+    return draft.upto(depth)
+
+
+def _has(logits: DraftLogits | None, temperatures: tuple[float, ...], top: int) -> bool:
+    """Whether what is kept of the logits is what is asked for."""
+    if not temperatures or logits is None:
+        return not temperatures
+    return set(temperatures) <= set(logits.temperatures) and logits.top.shape[-1] >= min(top + TIES, logits.vocab)
+
+
+def stored_trees(
+    folder: Path | str | None, drafter: Drafter, trajectory: Trajectory, tree: Tree, *, progress: Progress = silent
+) -> TreeDraft:
+    """Return the trees that ``folder`` holds for this drafter and recording, else draft and keep them.
+
+    Arguments as of :func:`stored_chains`; ``tree`` is part of the key.
+    """
+    if folder is None or _altered(drafter):
+        return tree_all_starts(drafter, trajectory, tree, progress=progress)
+    path, key = _place(Path(folder), drafter, trajectory, repr(tree))
+    held = _held(path, key)
+    if held is None:
+        held = tree_all_starts(drafter, trajectory, tree, progress=progress)
+        save_draft(path, held, key=key)
+    return held
+
+
+def _place(folder: Path, drafter: Drafter, trajectory: Trajectory, what: str) -> tuple[Path, str]:
+    """File and key. Other versions may draft otherwise."""
+    versions = f"{importlib.metadata.version('driftlab')} {FORMAT_VERSION} {torch.__version__}"
+    key = f"{versions} {_fingerprint(drafter)} {_texts(trajectory)} {what}"
+    return folder / f"draft-{hashlib.sha256(key.encode()).hexdigest()[:20]}.safetensors", key
+
+
+def _held(path: Path, key: str) -> Draft | TreeDraft | None:
     try:
         with _opened(path) as file:
-            held = file.metadata()["key"]
-        if held == key:
-            return load_draft(path)
+            if file.metadata()["key"] != key:
+                return None
+        return load_draft(path)
     except DriftlabError:
-        pass  # missing, cut short or of another version: it is made again
-    draft = make()
-    save_draft(path, draft, key=key)
-    return draft
+        return None  # missing, cut short or of another version: it is made again
 
 
 def _altered(drafter: Drafter) -> bool:
@@ -111,7 +164,7 @@ def _altered(drafter: Drafter) -> bool:
 
 def _fingerprint(drafter: Drafter) -> str:
     """Hash of what decides the drafts: configuration, every tensor (the target's tables too), dtype."""
-    digest = hashlib.sha256(f"{drafter.config}".encode())
+    digest = hashlib.sha256(f"{type(drafter).__qualname__} {drafter.config} {drafter.fc.weight.device}".encode())
     tensors = {**dict(drafter.named_parameters()), **dict(drafter.named_buffers())}
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

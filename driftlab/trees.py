@@ -18,6 +18,7 @@ samples: trying them one after the other, each with its probability in what is l
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,8 @@ class StaticTree:
     @property
     def label(self) -> str:
         """What rows call it."""
-        return f"static tree of {len(self.paths)} nodes, depth {self.depth}"
+        shape = hashlib.sha256(repr(self.paths).encode()).hexdigest()[:6]
+        return f"static tree of {len(self.paths)} nodes, depth {self.depth}, shape {shape}"
 
     def at(self, depth: int) -> list[tuple[int, ...]]:
         """Return the nodes of a depth, in order."""
@@ -171,7 +173,7 @@ class TreeDraft:
 def tree_all_starts(
     drafter: Drafter,
     data: Trajectory | Batch,
-    tree: Tree,
+    tree: Tree | SampledTree,
     *,
     max_tokens: int = 2048,
     progress: Progress = silent,
@@ -215,8 +217,10 @@ def draft_tree(chain: Chain, tree: Tree) -> TreeDraft:
     return TreeDraft(tokens, parents, depths, state.starts.rows.cpu(), state.starts.valid.cpu(), state.starts.ids, tree)
 
 
-def grow(drafter: Drafter, state: DraftState, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
+def grow(drafter: Drafter, state: DraftState, tree: Tree | SampledTree) -> tuple[Tensor, Tensor, Tensor]:
     """Grow a tree from each start of a state of depth 1; return tokens, parents and depths, [batch start node]."""
+    if isinstance(tree, SampledTree):
+        raise DriftlabError("children drawn by chance are not drafted: driftlab.siblings replays them")
     check_depth(tree.depth)
     run = _grow_static if isinstance(tree, StaticTree) else _grow_dynamic
     return run(drafter, state, tree)
@@ -291,9 +295,13 @@ def _children(drafter: Drafter, normed: Float[Tensor, "batch start d_model"], wi
     ids, logps = [], []
     for rows in normed.flatten(0, 1).split(block):
         logits = drafter.logits(rows).float()
-        top = logits.topk(width)
-        ids.append(drafter.to_target(top.indices))
-        logps.append((top.values - logits.logsumexp(-1, keepdim=True)).clamp(max=0))  # rounding may leave 1e-7
+        # of equals the lower id first, as arg max has it; far below the distance of two float32 logits that differ
+        first = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float64) * 1e-14
+        chosen = (logits.double() - first).topk(width).indices
+        ids.append(drafter.to_target(chosen))
+        logps.append(
+            (logits.gather(1, chosen) - logits.logsumexp(-1, keepdim=True)).clamp(max=0)
+        )  # rounding may leave 1e-7
     shape = normed.shape[:2]
     return torch.cat(ids).unflatten(0, shape), torch.cat(logps).unflatten(0, shape)
 

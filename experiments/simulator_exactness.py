@@ -192,11 +192,10 @@ def live(
         for name in names:
             drafter = Drafter.load(name, trajectory).eval()
             chain = simulate(accept(all_starts(drafter, trajectory, 6), trajectory))
-            found += compare(target, drafter, trajectory, f"{name}, chain", sampling, chain, bar, depth=6)
+            found += compare(target, drafter, trajectory, prompts, f"{name}, chain", sampling, chain, bar, depth=6)
             if sampling.temperature:
-                found += compare(
-                    target, drafter, trajectory, f"{name}, exact", sampling, None, bar, depth=4, rule="exact"
-                )
+                how = {"depth": 4, "rule": "exact"}
+                found += compare(target, drafter, trajectory, prompts, f"{name}, exact", sampling, None, bar, **how)
             for tree in TREES if sampling.temperature == 0 else TREES[1:2]:
                 replayed = simulate(accept(tree_all_starts(drafter, trajectory, tree), trajectory))
                 what = f"{name}, {tree.label}"

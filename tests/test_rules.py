@@ -219,6 +219,7 @@ def test_the_distance_to_p_falls_with_the_root_of_the_sample():
         gaps.append(np.abs(first - truth).sum() / 2)
     # expected total variation is below half the root of (vocabulary / size)
     assert all(gap < 1.5 * 0.5 * math.sqrt(4 / size) for gap, size in zip(gaps, sizes, strict=True))
+    assert p_value(counts, p, 4, 2, sizes[-1]) > 0.001
 
 
 def test_extremes():

@@ -18,7 +18,9 @@ from driftlab.measure import replay_rows
 from driftlab.probability import _at_the_edge, text_probability
 from driftlab.rules import round_law
 from driftlab.sampling import Sampling, draw
+from driftlab.siblings import accept_siblings, sibling_law
 from driftlab.simulation import difference, renewal
+from driftlab.trees import SampledTree
 
 # ---- the identity, and the recursion, by enumeration
 
@@ -138,6 +140,25 @@ class Words:
         return "".join(map(str, ids))
 
 
+def node_law(p_after, q_after, branching):
+    """Law of a round over a tree of sampled children: only the nodes on the text that comes out matter."""
+    law = defaultdict(float)
+
+    def go(prefix, chance):
+        if len(prefix) == len(branching):
+            for y, share in enumerate(p_after(prefix).tolist()):
+                law[(*prefix, y), len(prefix)] += chance * share
+            return
+        accepted, output = sibling_law(p_after(prefix), q_after(prefix), branching[len(prefix)])
+        for y in range(3):
+            law[(*prefix, y), len(prefix)] += chance * float(output[y] - accepted[y])
+            if float(accepted[y]):
+                go((*prefix, y), chance * float(accepted[y]))
+
+    go((), 1.0)
+    return law
+
+
 def engine(target, drafter, prompt, sampling, drafting, depth, limit, rule="rejection"):
     """Return {text: [(chance, complete rounds, emitted by them, rounds that passed depth k...)]}, by enumeration."""
     model = target.adapter.model
@@ -164,12 +185,9 @@ def engine(target, drafter, prompt, sampling, drafting, depth, limit, rule="reje
         """{(emitted tokens, accepted): chance} of one round."""
         if text not in memo:
             table = q_chain(text)
-            found = round_law(
-                rule,
-                lambda drafts: torch.tensor(p_after((*text, *drafts)), dtype=torch.float64),
-                lambda drafts: torch.tensor(table[drafts], dtype=torch.float64),
-                depth,
-            )
+            p = lambda drafts: torch.tensor(p_after((*text, *drafts)), dtype=torch.float64)  # noqa: E731
+            q = lambda drafts: torch.tensor(table[drafts], dtype=torch.float64)  # noqa: E731
+            found = round_law(rule, p, q, depth) if isinstance(rule, str) else node_law(p, q, rule)
             memo[text] = found
         return memo[text]
 
@@ -238,6 +256,30 @@ def test_replay_is_the_conditional_expectation_of_an_enumerated_engine(three_wor
         variance = chances @ (values - mean) ** 2 / chances.sum()
         np.testing.assert_allclose(expected.means[i, : 2 + depth], mean, atol=2e-5)
         np.testing.assert_allclose(expected.variances[i, : 2 + depth], variance, atol=2e-5)
+
+
+@pytest.mark.parametrize("drafting", [Sampling(1.0), Sampling(1.4)])
+def test_sampled_trees_are_the_conditional_expectation_of_an_enumerated_engine(three_words, drafting, tmp_path):
+    """Two children a node, K = 2, EOS and the limit: every text that can come out, within the noise of the draws."""
+    target, drafter = three_words
+    prompt, branching, limit, sampling = [0, 1, 1, 0], (2, 2), 4, Sampling(1.0)
+    results = engine(target, drafter, prompt, sampling, drafting, 2, limit, branching)
+    assert sum(run[0] for runs in results.values() for run in runs) == pytest.approx(1, abs=1e-9)
+    texts = list(results)
+    speaking = Target(target.adapter.model, Words(), name="three", aux_layers=(1, 3, 5))
+    options = {"own_answers": True, "max_new_tokens": limit, "template": False, "temperature": 1.0}
+    trajectory = speaking.record(["0110"] * len(texts), answers=texts, out=tmp_path / "r", **options)
+    tree, how = SampledTree(branching), draft_options(drafting)
+    expected = simulate(accept_siblings(drafter, trajectory, tree, draws=600, **how))
+    for i, text in enumerate(texts):
+        chances = np.array([run[0] for run in results[text]])
+        values = np.array([[run[1], run[2], *run[3]] for run in results[text]], dtype=float)
+        np.testing.assert_allclose(expected.means[i, :4], chances @ values / chances.sum(), atol=0.03)
+    assert np.isnan(expected.variances).all()
+    # a sequence's numbers do not depend on the others
+    alone = accept_siblings(drafter, trajectory.subset([3]), tree, draws=600, **how)
+    starts = alone.sampled.shape[1]
+    torch.testing.assert_close(alone.sampled[0], expected.acceptance.sampled[3, :starts])
 
 
 # ---- the live loop's dice
@@ -437,6 +479,35 @@ def test_kept_logits_give_q_of_the_whole_softmax(varied_trajectory, make_drafter
             torch.testing.assert_close(draft.logits.q(drafting)[..., k][valid], expected[valid], rtol=1e-5, atol=1e-9)
     cut = draft.upto(2).logits.q(Sampling(0.7))
     assert torch.equal(cut, draft.logits.q(Sampling(0.7))[..., :2])
+
+
+def test_equals_at_the_edge_of_a_nucleus_are_all_inside():
+    """One rule on both sides: which of equals a sort puts first is chance. Probabilities sum to 1."""
+    logits = torch.tensor([2.0, 1, 1, 1, 1, 0])
+    for drafting in (Sampling(1.0, top_p=0.5), Sampling(1.0, top_k=5, top_p=0.5), Sampling(1.0, top_p=0.99)):
+        processed = drafting.process(logits[None].double())[0]
+        kept = DraftLogits(
+            text=logits[None, None],
+            top=logits[None, None, None].expand(1, 1, 6, 6),
+            lse=logits.logsumexp(0).expand(1, 1, 6, 1),
+            temperatures=(1.0,),
+            vocab=6,
+        )
+        q = kept.q(drafting)[0, 0]
+        torch.testing.assert_close(q, processed, rtol=1e-6, atol=1e-9)
+        assert float(q.sum()) == pytest.approx(1)
+    assert Sampling(1.0, top_p=0.5).process(logits[None].double())[0, 1:5].min() > 0
+    few = DraftLogits(logits[None, None], logits[None, None, None, :3].expand(1, 1, 6, 3), kept.lse, (1.0,), 6)
+    with pytest.raises(DriftlabError, match="the last of the 3 logits kept"):
+        few.q(Sampling(1.0, top_p=0.5))
+
+
+def test_the_cuts_of_a_greedy_target_are_not_those_of_drafts(varied_target, make_drafter, tmp_path):
+    data = varied_target.record(
+        ["abc"], max_new_tokens=6, template=False, temperature=0.0, top_k=2, top_p=0.5, out=tmp_path / "r"
+    )
+    draft = all_starts(make_drafter("eagle3"), data, 2, temperatures=(1.0,))
+    assert accept(draft, data, rule="rejection", draft_temperature=1.0).drafting == Sampling(1.0)
 
 
 def test_drafts_joined_from_batches_are_those_of_one(varied_target, make_drafter, tmp_path):

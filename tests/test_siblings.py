@@ -1,5 +1,6 @@
 """Children sampled without replacement: exact laws on tiny vocabularies, and the replay's average over draws."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -114,7 +115,7 @@ def test_every_start_and_depth_has_the_law_of_its_node(sampled, make_drafter):
 
 
 def test_a_two_deep_tree_by_brute_force():
-    """Two nodes of two children on a text of two tokens: P(depth 2 reached) is the product of the nodes' own."""
+    """Two nodes of two children: the set of children of each, every order, every verdict, against the law of the node."""
     laws, texts = [], (1, 0)
     for seed in range(2):
         p, q = pairs(3, seed)
@@ -133,6 +134,33 @@ def test_a_two_deep_tree_by_brute_force():
         brute *= reached / float(p[y])
     product = float(laws[0][2][1] / laws[0][0][1] * laws[1][2][0] / laws[1][0][0])
     assert product == pytest.approx(brute)
+
+
+def test_a_token_at_the_edge_of_a_cut_counts_as_inside(sampled, make_drafter, monkeypatch):
+    """Rounding can put the text's token just outside the target's cut: no NaN, no prompt that leaves tau unseen."""
+    from driftlab import siblings
+
+    right = siblings.text_probabilities
+
+    def edged(trajectory):
+        found = [p.clone() for p in right(trajectory)]
+        found[0][4] = 1e-7
+        return found
+
+    monkeypatch.setattr(siblings, "text_probabilities", edged)
+    monkeypatch.setattr(
+        siblings, "Sampling", lambda *args: type("Cut", (), {"process": lambda self, x: torch.zeros_like(x)})()
+    )
+    result = accept_siblings(make_drafter("eagle31"), sampled, SampledTree((2, 2)), draft_temperature=1.0)
+    assert bool(result.sampled.isfinite().all())
+
+
+def test_what_is_not_finite_is_refused(sampled, make_drafter):
+    table = accept_siblings(make_drafter("eagle31"), sampled, SampledTree((1,)))
+    broken = table.sampled.clone()
+    broken[0, 0] = torch.nan
+    with pytest.raises(DriftlabError, match="not finite"):
+        simulate(dataclasses.replace(table, sampled=broken))
 
 
 def test_what_cannot_be_replayed_is_refused(sampled, varied_trajectory, make_drafter):

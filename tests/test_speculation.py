@@ -4,7 +4,18 @@ import pytest
 import torch
 from conftest import BOS, EOS, TinyTokenizer, tiny_llama, tiny_model
 
-from driftlab import Chain, DriftlabError, Target, accept, all_starts, simulate, speculate
+from driftlab import (
+    Chain,
+    DriftlabError,
+    DynamicTree,
+    StaticTree,
+    Target,
+    accept,
+    all_starts,
+    simulate,
+    speculate,
+    tree_all_starts,
+)
 from driftlab.drafter.config import VARIANTS
 from driftlab.speculation import _Loop
 from driftlab.target.sampling import Sampling, continue_prompts, streams
@@ -164,6 +175,36 @@ def stopping(train_tiny, tmp_path_factory):
     trajectory = target.record(PROMPTS, max_new_tokens=24, template=False, out=tmp_path_factory.mktemp("stop") / "r")
     assert len(answer_of(trajectory, 3)) == place + 1
     return target, trajectory, train_tiny(trajectory, "eagle31", 60.0)
+
+
+def test_eos_on_the_path_of_a_tree_ends_the_text(stopping):
+    """An accepted child is EOS: no bonus token after it, and nothing behind it is emitted or counted."""
+    target, trajectory, drafter = stopping
+    for tree in (StaticTree.chains(2, 9), DynamicTree(depth=9, top_k=2, total=18)):
+        simulation = simulate(accept(tree_all_starts(drafter, trajectory, tree), trajectory))
+        for i, entry in enumerate(trajectory.entries):
+            live = speculate(target, drafter, prompt_of(trajectory, i), tree=tree, max_new_tokens=24)
+            assert live.tokens == answer_of(trajectory, i)
+            assert live.rounds == simulation.rounds[i]
+            assert live.finish == entry.finish
+        assert simulation.rounds[3][-1].end == "eos"
+
+
+def test_after_a_tree_round_the_cache_is_that_of_plain_decoding(varied_target, trained, varied_trajectory):
+    """Keys of the accepted path alone (sglang#26866)."""
+    prompt, answer = prompt_of(varied_trajectory, 0), answer_of(varied_trajectory, 0)
+    with torch.inference_mode():
+        loop = _Loop(varied_target, trained["eagle3"], prompt, 24, Sampling(), None)
+        while not loop.finish:
+            loop.tree_round(DynamicTree(depth=3, top_k=3, total=8))
+            if loop.finish:
+                break
+            committed = [*prompt, *answer][: loop.committed]
+            whole = varied_target.adapter.new_cache()
+            varied_target.adapter.hidden(torch.tensor([committed]), cache=whole)
+            assert loop.cache.get_seq_length() == loop.committed
+            for ours, theirs in zip(loop.cache.layers, whole.layers, strict=True):
+                torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 9])

@@ -8,7 +8,7 @@ import torch
 
 from driftlab import DriftlabError, Sampling, Trajectory, accept, all_starts, probability, simulate
 from driftlab.attention import Controls
-from driftlab.stored import load_draft, save_draft, stored
+from driftlab.stored import load_draft, save_draft, stored_chains, stored_trees
 from driftlab.trees import DynamicTree, StaticTree, tree_all_starts
 
 
@@ -43,37 +43,68 @@ def test_a_draft_comes_back_as_it_was(kind, varied_trajectory, make_drafter, tmp
 
 
 @pytest.fixture
-def counted(varied_trajectory, tmp_path):
+def counted(varied_trajectory, tmp_path, monkeypatch):
     """Ask for drafts; returns how often they were really drafted."""
+    made = []
 
-    class Counter:
-        made = 0
+    def drafting(*args, **kwargs):
+        made.append(kwargs)
+        return all_starts(*args, **kwargs)
 
-        def __call__(self, drafter, trajectory=varied_trajectory, depth=2):
-            def make():
-                Counter.made += 1
-                return all_starts(drafter, trajectory, depth)
+    monkeypatch.setattr("driftlab.stored.all_starts", drafting)
 
-            draft = stored(tmp_path / "drafts", drafter, trajectory, f"depth {depth}", make)
-            same(draft, all_starts(drafter, trajectory, depth))
-            return Counter.made
+    def ask(drafter, trajectory=varied_trajectory, depth=2, **kept):
+        draft = stored_chains(tmp_path / "drafts", drafter, trajectory, depth, **kept)
+        fresh = all_starts(drafter, trajectory, depth)
+        assert torch.equal(draft.tokens, fresh.tokens)
+        assert (draft.ids, draft.digests, draft.depth) == (fresh.ids, fresh.digests, depth)
+        return len(made)
 
-    Counter.made = 0
-    return Counter()
+    return ask
 
 
 def test_what_is_kept_is_used_for_nothing_else(counted, make_drafter, varied_trajectory, tmp_path):
     drafter = make_drafter("eagle31")
     assert [counted(drafter), counted(drafter), counted(make_drafter("eagle31"))] == [1, 1, 1]
-    assert counted(drafter, depth=3) == 2
-    assert counted(drafter, varied_trajectory.subset([0, 1])) == 3
-    assert counted(drafter, varied_trajectory.subset([1, 0])) == 4
+    assert counted(drafter, varied_trajectory.subset([0, 1])) == 2
+    assert counted(drafter, varied_trajectory.subset([1, 0])) == 3
     with torch.no_grad():
         drafter.norm.weight[0] += 1e-3
-    assert counted(drafter) == 5
-    assert counted(make_drafter("eagle3")) == 6
-    assert counted(make_drafter("eagle31").double()) == 7
-    assert counted(make_drafter("eagle31")) == 7
+    assert counted(drafter) == 4
+    assert counted(make_drafter("eagle3")) == 5
+    assert counted(make_drafter("eagle31").double()) == 6
+    assert counted(make_drafter("eagle31")) == 6
+
+
+def test_smaller_k_and_other_rules_need_no_drafting(counted, make_drafter, tmp_path):
+    """More is drafted again, with all that was there: nothing is given up."""
+    drafter = make_drafter("eagle31")
+    assert counted(drafter, depth=3) == 1
+    assert [counted(drafter, depth=k) for k in (1, 2, 3)] == [1, 1, 1]
+    assert counted(drafter, depth=3, temperatures=(0.8,), top=5) == 2
+    assert counted(drafter, depth=2, temperatures=(0.8,), top=5) == 2
+    assert counted(drafter, depth=2) == 2
+    assert counted(drafter, depth=2, temperatures=(1.0,), top=5) == 3
+    assert counted(drafter, depth=3, temperatures=(0.8, 1.0), top=5) == 3
+    assert counted(drafter, depth=2, temperatures=(0.8,), top=20) == 4
+    assert counted(drafter, depth=4) == 5
+    assert counted(drafter, depth=4, temperatures=(0.8, 1.0), top=20) == 5
+    assert len(list((tmp_path / "drafts").iterdir())) == 1
+
+
+def test_trees_are_kept_by_their_shape(varied_trajectory, make_drafter, tmp_path, monkeypatch):
+    drafter, made = make_drafter("eagle31"), []
+
+    def drafting(*args, **kwargs):
+        made.append(args[2])
+        return tree_all_starts(*args, **kwargs)
+
+    monkeypatch.setattr("driftlab.stored.tree_all_starts", drafting)
+    for tree in (DynamicTree(3, 2, 6), DynamicTree(3, 2, 5), StaticTree.chains(2, 3), DynamicTree(3, 2, 6)):
+        same(
+            stored_trees(tmp_path, drafter, varied_trajectory, tree), tree_all_starts(drafter, varied_trajectory, tree)
+        )
+    assert len(made) == 3
 
 
 def test_a_changed_drafter_is_not_taken_for_its_weights(counted, make_drafter, tmp_path):

@@ -24,7 +24,8 @@ from driftlab import (
     speculate,
 )
 from driftlab.draft import Chain
-from driftlab.trees import DynamicTree, StaticTree, draft_tree, tree_all_starts
+from driftlab.estimators import decompose, estimates
+from driftlab.trees import DynamicTree, SampledTree, StaticTree, draft_tree, tree_all_starts
 
 ORACLE = Path(__file__).parent / "data" / "oracles" / "safeailab"
 
@@ -270,6 +271,32 @@ def test_a_tree_that_holds_the_chain_accepts_at_least_as_much(varied_trajectory,
             assert int(result.accept_length[i, start]) == inside
 
 
+def test_of_equal_logits_the_lower_id_comes_first(varied_trajectory, make_drafter):
+    """As arg max has it: a tree of one child is the chain even where half precision makes many equals."""
+    drafter = make_drafter("eagle3", scale=1.0)
+    with torch.no_grad():
+        weight = drafter.lm_head.weight
+        weight.copy_(weight[torch.arange(len(weight)) // 4 * 4])  # every four tokens have one logit
+    chain = all_starts(drafter, varied_trajectory, 3, feed="own")
+    tree = tree_all_starts(drafter, varied_trajectory, DynamicTree(depth=3, top_k=1, total=3))
+    assert torch.equal(tree.tokens[chain.valid], chain.tokens[chain.valid])
+    wide = tree_all_starts(drafter, varied_trajectory, StaticTree(((0,), (1,), (2,), (3,))))
+    first = wide.tokens[chain.valid]
+    equal = first[:, 1:] // 4 == first[:, :-1] // 4
+    assert bool((first[:, 1:] > first[:, :-1])[equal].all())
+    assert int(equal.sum()) > len(first)
+
+
+def test_estimators_of_rates_by_depth_are_not_for_trees(varied_trajectory, trained):
+    tree = simulated(trained["eagle31"], varied_trajectory, DynamicTree(depth=3, top_k=3, total=8))
+    own = simulate(accept(all_starts(trained["eagle31"], varied_trajectory, 3, feed="own"), varied_trajectory))
+    for simulation in (tree, own):
+        assert set(estimates(simulation)["quantity"]) == {"tau", "tau_uncensored", "all_starts_mean"}
+        assert not any(record["quantity"] == "match" for record in simulation.records())
+        with pytest.raises(DriftlabError, match="no rate by depth"):
+            decompose(simulation)
+
+
 def test_a_tree_has_a_histogram_of_depths_and_no_rate_per_position(varied_trajectory, trained):
     simulation = simulated(trained["eagle31"], varied_trajectory, DynamicTree(depth=3, top_k=3, total=8))
     records = list(simulation.records())
@@ -315,6 +342,10 @@ def test_what_a_tree_is_not_for_is_refused(varied_target, varied_trajectory, mak
     for wrong in ({}, {"depth": 2, "tree": tree}):
         with pytest.raises(DriftlabError, match="either depth"):
             speculate(varied_target, drafter, [1, 2], max_new_tokens=4, **wrong)
+    with pytest.raises(DriftlabError, match="accept_siblings"):
+        speculate(varied_target, drafter, [1, 2], tree=SampledTree((2,)), max_new_tokens=4)
+    with pytest.raises(DriftlabError, match="driftlab.siblings"):
+        tree_all_starts(drafter, varied_trajectory, SampledTree((2,)))
     with pytest.raises(DriftlabError, match="not drawn by chance"):
         speculate(varied_target, drafter, [1, 2], tree=tree, max_new_tokens=4, rule="exact", sampling=Sampling(1.0))
 

@@ -309,6 +309,11 @@ class Adapter:
         Raises:
             DriftlabError: where a sliding window would already hide something: the mask knows none.
         """
+        self.check_slots()
+        if (kind := self.config._attn_implementation) not in ("eager", "sdpa"):
+            raise DriftlabError(
+                f"attention {kind!r} may not take a tree's mask: load the target with eager or sdpa attention"
+            )
         types, window = _present(self.config, "layer_types"), _present(self.config, "sliding_window")
         slides = window and (types is None or "sliding_attention" in types)
         if slides and int(positions.max()) >= window:
