@@ -23,7 +23,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -68,7 +67,12 @@ class _Outcome(ABC):
 
     @abstractmethod
     def by_depth(self, index: int) -> tuple[Sequence[float], Sequence[float]]:
-        """Rounds of a prompt that accepted at least k drafts, and those that came to be judged at depth k; k = 1..K."""
+        """Rounds of a prompt that accepted at least k drafts, and those judged at depth k, having accepted all before;
+        k = 1..K.
+
+        Rounds that the limit cut are among them, as far as they are known: leaving them out would leave out those that
+        accepted most.
+        """
 
     @abstractmethod
     def round_counts(self, index: int) -> dict[str, tuple[float, ...]]:
@@ -123,14 +127,16 @@ class _Outcome(ABC):
             key, (passed, reached) = {"prompt": name, "category": category}, self.by_depth(i)
             yield {**key, "quantity": "emitted", "value": emitted[i], "n": rounds[i]}
             yield {**key, "quantity": "rounds", "value": rounds[i], "n": 1}
+            counts = self.round_counts(i)
+            nothing, *exactly = (a + b for a, b in zip(counts["bonus"], counts["eos"], strict=True))
             if self.acceptance.tree is not None:
-                yield {**key, "quantity": "accepted_nothing", **share(rounds[i] - passed[0], rounds[i])}
-                for k, (here, deeper) in enumerate(pairwise((*passed, 0)), 1):
-                    yield {**key, "depth": k, "quantity": "accepted_exactly", **share(here - deeper, rounds[i])}
+                yield {**key, "quantity": "accepted_nothing", **share(nothing, rounds[i])}
+                for k, count in enumerate(exactly, 1):
+                    yield {**key, "depth": k, "quantity": "accepted_exactly", **share(count, rounds[i])}
                 continue
             for k in range(self.depth):
                 at = {**key, "depth": k + 1}
-                yield {**at, "quantity": "accept_unconditional", **share(passed[k], rounds[i])}
+                yield {**at, "quantity": "accept_unconditional", **share(sum(exactly[k:]), rounds[i])}
                 yield {**at, "quantity": "accept_conditional", **share(passed[k], reached[k])}
         tau = self.tau_interval()
         pooled = {"value": tau.value, "low": tau.low, "high": tau.high, "n": self.verify_rounds.sum().item()}
@@ -181,10 +187,10 @@ class Simulation(_Outcome):
         return {name: tuple(values) for name, values in counts.items()}
 
     def by_depth(self, index: int) -> tuple[list[int], list[int]]:
-        """After an accepted EOS nothing is compared: such a round has neither passed nor failed the next depth."""
-        rounds, depths = self.complete[index], range(1, self.depth + 1)
+        """At the end of the text nothing more is compared: such a round has neither passed nor failed the next depth."""
+        rounds, depths = self.rounds[index], range(1, self.depth + 1)
         passed = [sum(r.accepted >= k for r in rounds) for k in depths]
-        return passed, [sum(r.accepted >= k - (r.end != "eos") for r in rounds) for k in depths]
+        return passed, [sum(r.accepted >= k - (r.end == "bonus") for r in rounds) for k in depths]
 
 
 @dataclass(frozen=True)
@@ -294,7 +300,7 @@ def renewal(
         probability: [prompt start depth], of accepting each draft given that all before it were accepted.
         remaining: [prompt start], text tokens after the one that each start already has; it falls to 0 at the last.
         stopped: [prompt], whether the text ends in EOS; otherwise in the length limit, and a round that runs into it does
-            not count.
+            not count: only the depths that it is known to have passed do.
 
     Returns:
         v [prompt start], the probability that a round starts there; mean and variance [prompt quantity] of rounds, emitted,
@@ -307,18 +313,19 @@ def renewal(
     chance = _outcomes(probability, remaining)
     bonus = chance * (accepted < remaining[..., None])  # outcomes that end in the target's own token
     reward = np.array([[1, a + 1, *(a >= ks), *(a >= ks - 1)] for a in accepted], dtype=np.float64)
-    # all that is left was accepted: EOS, without the target's own token (else the limit cut the round: no reward)
+    # all that is left was accepted: EOS, without the target's own token; or the limit cut the round
     ended = np.array([[1, left, *(left >= ks), *(left >= ks)] for left in accepted], dtype=np.float64)
     whole = np.clip(remaining, 0, depth)
-    end = np.take_along_axis(chance, whole[..., None], -1)[..., 0]
-    end *= (remaining > 0) & (remaining <= depth) & stopped[:, None]
+    end = np.take_along_axis(chance, whole[..., None], -1)[..., 0] * ((remaining > 0) & (remaining <= depth))
+    ended = ended[whole]
+    ended[..., :2] *= stopped[:, None, None]
     first, second = np.zeros((2, prompts, starts + depth + 1, reward.shape[1]))
     for start in reversed(range(starts)):
         later = slice(start + 1, start + depth + 2)
         here, last = bonus[:, start, :, None], end[:, start, None]
-        first[:, start] = (here * (reward + first[:, later])).sum(1) + last * ended[whole[:, start]]
+        first[:, start] = (here * (reward + first[:, later])).sum(1) + last * ended[:, start]
         again = reward**2 + 2 * reward * first[:, later] + second[:, later]
-        second[:, start] = (here * again).sum(1) + last * ended[whole[:, start]] ** 2
+        second[:, start] = (here * again).sum(1) + last * ended[:, start] ** 2
     v = np.zeros((prompts, starts + depth + 1))
     v[:, 0] = 1
     for start in range(starts):

@@ -147,7 +147,7 @@ def sampled(
     expected = simulate(accept(draft, trajectory, rule=rule, **options))
     whole = [[r for r in live.rounds if r.end != "cut"] for live in lives]
     live = [sum(map(len, whole)), sum(r.emitted for rounds in whole for r in rounds)]
-    live += [sum(r.accepted >= k for rounds in whole for r in rounds) for k in range(1, depth + 1)]
+    live += [sum(r.accepted >= k for run in lives for r in run.rounds) for k in range(1, depth + 1)]
     return with_z(
         pd.DataFrame(
             {

@@ -67,7 +67,8 @@ def enumerated(probability, remaining, stopped):
                 tried = [r + (a >= k) for k, r in enumerate(reached, 1)]
                 runs.append((here, rounds + 1, emitted + left, now, tried, [*starts, start]))
             else:
-                runs.append((here, rounds, emitted, passed, reached, [*starts, start]))
+                tried = [r + (a >= k) for k, r in enumerate(reached, 1)]
+                runs.append((here, rounds, emitted, now, tried, [*starts, start]))
 
     go(0, 1.0, 0, 0, [0] * depth, [0] * depth, [])
     return runs
@@ -202,12 +203,10 @@ def engine(target, drafter, prompt, sampling, drafting, depth, limit, rule="reje
             if not share:
                 continue
             after = (*text, *tokens[:kept])
-            if kept == len(tokens) or after[-1] == EOS:
-                reached = accepted if kept == len(tokens) else kept
-                now = tuple(n + (reached >= k) for k, n in enumerate(passed, 1))
-                go(after, chance * share, rounds + 1, emitted + kept, now)
-            else:
-                go(after, chance * share, rounds, emitted, passed)
+            reached = accepted if kept == len(tokens) else kept
+            now = tuple(n + (reached >= k) for k, n in enumerate(passed, 1))
+            counts = kept == len(tokens) or after[-1] == EOS
+            go(after, chance * share, rounds + counts, emitted + kept * counts, now)
 
     for token, share in enumerate(p_after(tuple(prompt))):
         if share:
@@ -334,7 +333,7 @@ def live_against_replay(target, drafter, prompt, sampling, drafting, depth, limi
     observed = []
     for live in lives:
         whole = [r for r in live.rounds if r.end != "cut"]
-        passed = [sum(r.accepted >= k for r in whole) for k in range(1, depth + 1)]
+        passed = [sum(r.accepted >= k for r in live.rounds) for k in range(1, depth + 1)]
         observed.append([len(whole), sum(r.emitted for r in whole), *passed])
     gap = np.array(observed).sum(0) - simulation.means[:, : 2 + depth].sum(0)
     spread = np.sqrt(simulation.variances[:, : 2 + depth].sum(0))
