@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from driftlab.cost import LinearStep, ModelShape, RooflineStep, eagle3_head
+from driftlab.cost import CostModel, LinearStep, ModelShape, RooflineStep, eagle3_head
 from driftlab.cost.catalogue import B300, DEEPSEEK_V4_FLASH, H100, LLAMA31_8B
 from driftlab.cost.fitting import FitPoint, FitReport, Parameter, fit
 
@@ -23,17 +23,31 @@ DATA = Path(__file__).parent / "data" / "cost_curves.csv"
 SLOWNESS = Parameter("1 / bandwidth fraction", 1.2, 1.0, 50.0)
 
 
+#: marks of the data file -> whether such a point is fitted; a point marked otherwise is not compared with a prediction
+MARKS = {"fit": True, "held out": False, "regression": True}
+
+
 @dataclass(frozen=True)
 class Result:
-    """A report and what is to be said about it."""
+    """A report and what is to be said about it. ``one_quantity``: its points are values of one thing, in one unit."""
 
     report: FitReport
     words: str
+    one_quantity: bool = True
 
 
 def read() -> pd.DataFrame:
     """Return the table of measured points."""
     return pd.read_csv(DATA)
+
+
+def points_of(table: pd.DataFrame, curve: str, column: str = "use") -> pd.DataFrame:
+    """Return the points of a curve that are fitted or held out, with the column ``fitted`` as the file marks them.
+
+    ``column``: a curve that is fitted twice has its second marks in ``second_use``.
+    """
+    rows = table[(table["curve"] == curve) & table[column].isin(MARKS)]
+    return rows.assign(fitted=rows[column].map(MARKS).astype(bool))
 
 
 # ---------------------------------------------------------------------------------------------- columns
@@ -77,6 +91,13 @@ def given(curve: str, labels: list[str], measured: np.ndarray, predicted: np.nda
     return FitReport(curve, (), tuple(FitPoint(label, m, p, False) for label, m, p in points))
 
 
+def hindsight_constant(measured: np.ndarray) -> float:
+    """Return the constant c with the smallest sum of |c / y - 1|: the median of y, weighted by 1 / y."""
+    y = np.sort(measured)
+    weight = np.cumsum(1 / y)
+    return float(y[np.searchsorted(weight, weight[-1] / 2)])
+
+
 def labels_of(rows: pd.DataFrame, column: str, sign: str) -> list[str]:
     """Return names of the points: drafter and one coordinate."""
     return [f"{row.drafter} {sign}={getattr(row, column):g}" for row in rows.itertuples()]
@@ -87,7 +108,8 @@ def labels_of(rows: pd.DataFrame, column: str, sign: str) -> list[str]:
 
 def vllm_eagle3(table: pd.DataFrame) -> Result:
     """Plain decoding and EAGLE-3, batch 1: TPOT = round / tau."""
-    rows = table[(table["curve"] == "vllm_20780") & (table["drafter"] != "EAGLE-1")]
+    rows = points_of(table, "vllm_20780")
+    rows = rows[rows["drafter"] != "EAGLE-1"]
     tau, depth = rows["tau"].fillna(1).to_numpy(), rows["depth"].to_numpy()
     memory = reading(RooflineStep(LLAMA31_8B, H100), depth + 1)
     report = linear(
@@ -96,7 +118,7 @@ def vllm_eagle3(table: pd.DataFrame) -> Result:
         [milliseconds("fixed", 3), SLOWNESS, milliseconds("draft step", 1), milliseconds("overhead", 1)],
         labels_of(rows, "depth", "K"),
         rows["value"].to_numpy(),
-        (rows["use"] == "fit").to_numpy(),
+        rows["fitted"].to_numpy(),
     )
     words = "Works. A dense model at batch 1 reads the same bytes at every K, so fixed cost and bandwidth cannot be told apart."
     return Result(report, words)
@@ -104,7 +126,8 @@ def vllm_eagle3(table: pd.DataFrame) -> Result:
 
 def vllm_eagle1(table: pd.DataFrame, eagle3: FitReport, *, own_overhead: bool) -> Result:
     """EAGLE-1 with the target step of the EAGLE-3 fit, and that fit's overhead or its own."""
-    rows = table[(table["curve"] == "vllm_20780") & (table["drafter"] == "EAGLE-1")]
+    rows = points_of(table, "vllm_20780")
+    rows = rows[rows["drafter"] == "EAGLE-1"]
     tau, depth = rows["tau"].to_numpy(), rows["depth"].to_numpy()
     fixed, slowness, _, overhead = eagle3.values
     step = fixed + slowness * reading(RooflineStep(LLAMA31_8B, H100), depth + 1)
@@ -117,7 +140,7 @@ def vllm_eagle1(table: pd.DataFrame, eagle3: FitReport, *, own_overhead: bool) -
         parameters,
         labels_of(rows, "depth", "K"),
         rows["value"].to_numpy(),
-        (rows["use"] == "fit").to_numpy(),
+        rows["fitted"].to_numpy(),
         linear=True,
     )
     words = "The target's part carries over."
@@ -141,29 +164,57 @@ def draft_bytes() -> str:
 
 def specdecode_bench(table: pd.DataFrame) -> Result:
     """The slopes of a linear cost, from bytes, operations and peaks alone: nothing is fitted."""
-    rows = table[table["curve"] == "specdecode_bench"].set_index("quantity")["value"]
+    rows = points_of(table, "specdecode_bench").set_index("quantity")["value"]
     step = RooflineStep(LLAMA31_8B, H100)
     predicted = {
         "target_fixed_ms": 1e3 * step.memory(1, 1, 0),
         "target_per_token_ms": 1e3 * step.compute(1, 0),
         "target_per_cached_token_ms": 1e3 * LLAMA31_8B.kv_bytes(1) / H100.bandwidth,
     }
-    names = list(predicted)
-    report = given("SpecDecode-Bench, from peaks alone", names, rows[names].to_numpy(), np.array([*predicted.values()]))
+    values = np.array([predicted[name] for name in rows.index])
+    report = given("SpecDecode-Bench, from peaks alone", list(rows.index), rows.to_numpy(), values)
     words = (
         "Cached tokens cost their bytes at full bandwidth. Weights and operations run at about 3/4 of peak, and they add "
-        "where a roofline takes the larger."
+        "where a roofline takes the larger. Bytes and peaks say nothing of the overhead, nor of a draft whose K is not stated."
     )
-    return Result(report, words)
+    return Result(report, words, one_quantity=False)
 
 
-def vllm_from_specdecode(table: pd.DataFrame) -> Result:
-    """One engine's target cost for another engine's plain step."""
+def specdecode_model(table: pd.DataFrame) -> CostModel:
+    """The published costs as a model, in milliseconds: the overhead is part of every step, plain ones too.
+
+    The draft cost is one number a round, whatever K, so it stands as a parallel drafter.
+    """
     costs = table[table["curve"] == "specdecode_bench"].set_index("quantity")["value"]
-    plain = table[(table["curve"] == "vllm_20780") & (table["drafter"] == "none")]
-    step = LinearStep(float(costs["target_fixed_ms"]), float(costs["target_per_token_ms"]))
-    report = given("vLLM #20780 plain, from SpecDecode-Bench", ["plain"], plain["value"], [step.time(1, 1, 0)])
-    return Result(report, "Same model, same GPU, another engine version: fixed costs do not transfer.")
+    overhead = float(costs["overhead_ms"])
+    step = LinearStep(
+        float(costs["target_fixed_ms"]) + overhead,
+        float(costs["target_per_token_ms"]),
+        float(costs["target_per_cached_token_ms"]),
+    )
+    return CostModel(step, LinearStep(float(costs["draft_ms"])), parallel=True)
+
+
+def vllm_from_specdecode(table: pd.DataFrame) -> list[Result]:
+    """One engine's costs for another engine's plain step and rounds. No cached tokens: the context is not stated."""
+    model, rows = specdecode_model(table), points_of(table, "vllm_20780")
+    plain, drafted = rows[rows["depth"] == 0], rows[rows["depth"] > 0]
+    step = given("vLLM #20780 plain, from SpecDecode-Bench", ["plain"], plain["value"], np.array([model.plain_time(1)]))
+    times = [model.round_time(k, 1) for k in drafted["depth"].astype(int).tolist()]
+    rounds = given(
+        "vLLM #20780 rounds, from SpecDecode-Bench",
+        labels_of(drafted, "depth", "K"),
+        drafted["value"].to_numpy(),
+        np.array(times) / drafted["tau"].to_numpy(),
+    )
+    words = (
+        "The target's cost carries over to another engine version. It does with the overhead, which belongs to every step: "
+        "without it the step would come out 16 % short. 1,000 cached tokens would add 0.04 ms."
+    )
+    return [
+        Result(step, words),
+        Result(rounds, "The draft cost does not: one number a round, whatever K, is short of more draft steps."),
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- measured tables
@@ -171,8 +222,8 @@ def vllm_from_specdecode(table: pd.DataFrame) -> Result:
 
 def dspark_verify(table: pd.DataFrame) -> list[Result]:
     """A roofline below the CUDA-graph cliff, and what it says beyond."""
-    rows = table[table["curve"] == "dspark_verify"]
-    near, far = rows[rows["use"] != "beyond cliff"], rows[rows["use"] == "beyond cliff"]
+    near = points_of(table, "dspark_verify")
+    far = table[(table["curve"] == "dspark_verify") & (table["use"] == "beyond cliff")]
     step = RooflineStep(DEEPSEEK_V4_FLASH, B300.group(4), precision="fp8")
     report = linear(
         "DSpark verify, up to 1024 tokens",
@@ -180,7 +231,7 @@ def dspark_verify(table: pd.DataFrame) -> list[Result]:
         [milliseconds("fixed", 3), SLOWNESS, milliseconds("per token", 0.01, 10.0)],
         [f"{n:g} tokens" for n in near["tokens"]],
         near["value"].to_numpy(),
-        (near["use"] == "fit").to_numpy(),
+        near["fitted"].to_numpy(),
         exchange(step, near["tokens"]),
     )
     fixed, slowness, per_token = report.values
@@ -203,7 +254,7 @@ def dspark_verify(table: pd.DataFrame) -> list[Result]:
 
 def dspark_draft(table: pd.DataFrame) -> Result:
     """A line over requests."""
-    rows = table[table["curve"] == "dspark_draft"]
+    rows = points_of(table, "dspark_draft")
     requests = rows["concurrency"].to_numpy()
     report = linear(
         "DSpark draft",
@@ -211,14 +262,14 @@ def dspark_draft(table: pd.DataFrame) -> Result:
         [milliseconds("fixed", 1), milliseconds("per request", 0.02)],
         [f"{n:g} requests" for n in requests],
         rows["value"].to_numpy(),
-        (rows["use"] == "fit").to_numpy(),
+        rows["fitted"].to_numpy(),
     )
     return Result(report, "Concave below 64 requests; a line is within a tenth.")
 
 
 def vllm_mlx(table: pd.DataFrame) -> Result:
     """A line over verify widths."""
-    rows = table[table["curve"] == "vllm_mlx_763"]
+    rows = points_of(table, "vllm_mlx_763")
     width = rows["tokens"].to_numpy()
     report = linear(
         "vllm-mlx #763 widths",
@@ -226,7 +277,7 @@ def vllm_mlx(table: pd.DataFrame) -> Result:
         [milliseconds("fixed", 5), milliseconds("per token", 2)],
         [f"width {n:g}" for n in width],
         rows["value"].to_numpy(),
-        (rows["use"] == "fit").to_numpy(),
+        rows["fitted"].to_numpy(),
     )
     return Result(
         report, "Width 2 costs a jump that a line does not have. Verifying is not free here: 2 tokens cost 1.6 steps."

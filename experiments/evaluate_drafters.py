@@ -5,7 +5,8 @@
 ``--held-out``: the recording that they were trained on (experiments/train_drafters.py writes it); the conversations that
 training never saw, and that no checkpoint was chosen by, are measured. ``--prompts``: any file of the MT-Bench / Spec-Bench
 shape, with categories. Without either, the project's own prompts. K = 8, greedy, walk; 95 % intervals over prompts, and
-paired differences from eagle3. Written as CSV; recordings are cached.
+paired differences from eagle3 with p-values adjusted (Holm) for the five comparisons of a set, and the smallest difference that
+the set's prompts can show. Written as CSV; recordings are cached.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from driftlab import (
     Trajectory,
     accept,
     all_starts,
-    difference,
+    compare,
     load_prompts,
     simulate,
 )
@@ -79,10 +80,14 @@ def main(
         sets.append((kind, recording.path, list(range(len(recording)))))
     jobs = [(name, path, places, drafter, depth) for name, path, places in sets for drafter in SHIPPED]
     results = run_jobs(_measure, jobs, what="replay", progress=bar)
-    base = {job[0]: result[0] for job, result in zip(jobs, results, strict=True) if job[3] == "smollm2-eagle3"}
+    tests = {}
+    for name, _, _ in sets:
+        mine = {job[3]: result[0] for job, result in zip(jobs, results, strict=True) if job[0] == name}
+        tests[name] = compare(mine, "smollm2-eagle3").set_index("name")
     rows, curves = [], []
     for (name, _, places, drafter, _), (simulation, match, held) in zip(jobs, results, strict=True):
-        tau, gap = simulation.tau_interval(), difference(simulation, base[name])
+        tau = simulation.tau_interval()
+        gap = tests[name].loc[drafter] if drafter in tests[name].index else {}
         rows.append(
             {
                 **{
@@ -92,7 +97,8 @@ def main(
                     "rounds": int(simulation.verify_rounds.sum()),
                 },
                 **{"tau": tau.value, "low": tau.low, "high": tau.high, "tau_uncensored": simulation.tau_uncensored},
-                **{"minus_eagle3": gap.value, "minus_low": gap.low, "minus_high": gap.high, "coverage": held},
+                **{"minus_eagle3": gap.get("difference"), "minus_low": gap.get("low"), "minus_high": gap.get("high")},
+                **{"p_adjusted": gap.get("p_adjusted"), "mdd": gap.get("mdd"), "coverage": held},
             }
         )
         curves += [

@@ -3,8 +3,9 @@
     python experiments/fit_cost_model.py [--out runs/cost_model.csv]
 
 Every curve of data/cost_curves.csv is fitted on the points that its column ``use`` marks "fit" (a few parameters, relative
-errors) and tried on those marked "held out". Printed: errors of both parts, what the points do not determine, and what does not
-work. Written: one row a point, the parameters beside it (``_parameters.csv``), and a figure (``.png``).
+errors) and tried on those marked "held out"; a curve that is fitted twice has its other marks in ``second_use``. Printed:
+errors of both parts, the best constant beside curves without a fit, what the points do not determine, and what does not work.
+Written: one row a point, the parameters beside it (``_parameters.csv``), and a figure (``.png``).
 
 The six times of the EAGLE 3.1 announcement are a regression check: three parameters were chosen on them. "Drafter against
 none" and "3.1 against 3" are printed as the two numbers that they are.
@@ -22,6 +23,7 @@ from cost_curves import (
     Result,
     dspark_draft,
     dspark_verify,
+    hindsight_constant,
     read,
     specdecode_bench,
     vllm_eagle1,
@@ -61,13 +63,11 @@ def every_curve() -> list[Result]:
         vllm_eagle1(table, eagle3.report, own_overhead=False),
         vllm_eagle1(table, eagle3.report, own_overhead=True),
         specdecode_bench(table),
-        vllm_from_specdecode(table),
+        *vllm_from_specdecode(table),
         *dspark_verify(table),
         dspark_draft(table),
-        gpt_oss(table, fitted=(1, 64), words="The curve between batch 1 and 64 is not of this form."),
-        gpt_oss(
-            table, fitted=(1, 8), words="Batch 64 costs twice what bytes say; queueing and prefill are not modelled."
-        ),
+        gpt_oss(table, "use", "The curve between batch 1 and 64 is not of this form."),
+        gpt_oss(table, "second_use", "Batch 64 costs twice what bytes say; queueing and prefill are not modelled."),
         amd_kimi(table),
         p_eagle(table, bonus=0),
         p_eagle(table, bonus=1),
@@ -94,17 +94,30 @@ def parameters(results: list[Result]) -> pd.DataFrame:
 
 
 def summary(results: list[Result]) -> pd.DataFrame:
-    """Return one row a curve: parameters, points, and median and largest relative error of both parts, in percent."""
+    """Return one row a curve: parameters, points, and median and largest relative error of both parts, in percent.
+
+    ``constant``: the errors of the best constant, chosen in hindsight, beside curves for which nothing was fitted.
+    """
     rows = []
-    for report in (result.report for result in results):
+    for result in results:
+        report = result.report
         row = {"curve": report.curve, "parameters": len(report.parameters)}
         for name, fitted in (("fitted", True), ("held out", False)):
             errors = 100 * report.errors(fitted=fitted)
             row[name] = len(errors)
             row[f"{name}: median %"] = f"{np.median(errors):.1f}" if len(errors) else "-"
             row[f"{name}: max %"] = f"{errors.max():.1f}" if len(errors) else "-"
-        rows.append(row)
+        rows.append(row | dict(zip(("constant: median %", "constant: max %"), constant_errors(result), strict=True)))
     return pd.DataFrame(rows)
+
+
+def constant_errors(result: Result) -> tuple[str, str]:
+    """Return median and largest error of the best constant; "-" where parameters were fitted or it would say nothing."""
+    measured = np.array([p.measured for p in result.report.points])
+    if result.report.parameters or not result.one_quantity or len(measured) < 3:
+        return "-", "-"
+    errors = 100 * abs(hindsight_constant(measured) / measured - 1)
+    return f"{np.median(errors):.1f}", f"{errors.max():.1f}"
 
 
 def print_words(result: Result) -> None:

@@ -224,6 +224,15 @@ def test_tensor_parallel_by_hand():
     assert got == pytest.approx((latent.weight_bytes(1) / 4 + latent.kv_bytes(10)) / 1000)
 
 
+def test_key_heads_that_do_not_divide_are_read_by_the_fullest_device():
+    """8 heads on 3 devices: 3, 3 and 2 of them, so a step waits for 3/8 of the cache. On 5: 2/8; on 12: one head, 1/8."""
+    wide = dataclasses.replace(SMALL, attention=Gqa(8, 8, 3))
+    for devices, share in ((1, 1), (2, 4 / 8), (3, 3 / 8), (5, 2 / 8), (8, 1 / 8), (12, 1 / 8)):
+        step = RooflineStep(wide, ROUND_NUMBERS.group(devices))
+        expected = (wide.weight_bytes(1) / devices + share * wide.kv_bytes(10)) / 1000
+        assert step.memory(1, 1, 10) == pytest.approx(expected)
+
+
 def test_a_measured_step_holds_its_points_and_is_straight_between():
     step = MeasuredStep(at=(1, 8, 16), seconds=(5.0, 7.0, 9.0))
     assert [step.time(n, 1, 0) for n in (1, 8, 16)] == [5.0, 7.0, 9.0]
@@ -242,10 +251,23 @@ def test_a_measured_step_refuses_what_it_does_not_know():
     for tokens in (0.5, 1537):
         with pytest.raises(DriftlabError, match="outside the measured 1 to 1536"):
             step.time(tokens, 0.5, 100)
-    with pytest.raises(DriftlabError, match="measured at context 100"):
-        step.time(8, 1, 0)
+    with pytest.raises(DriftlabError, match="measured at context 100, not 150: give per_cached_token"):
+        step.time(8, 1, 150)
     longer = dataclasses.replace(step, per_cached_token=1e-6)
     assert longer.time(1024, 3, 150) == pytest.approx(20.63e-3 + 3 * 50 * 1e-6)
+    for shorter in (step, longer):
+        with pytest.raises(DriftlabError, match="measured at context 100, not 99: measure"):
+            shorter.time(1024, 3, 99)
+
+
+def test_no_measured_step_takes_less_than_nothing():
+    """6 ms less 8 x 4,096 cached tokens of 1 us would be -26.8 ms."""
+    step = MeasuredStep((1, 8), (5e-3, 6e-3), context=4096, per_cached_token=1e-6)
+    with pytest.raises(DriftlabError, match="4096, not 0"):
+        step.time(8, 8, 0)
+    for cost in (-1e-6, float("nan"), float("inf")):
+        with pytest.raises(DriftlabError, match="per_cached_token"):
+            dataclasses.replace(step, per_cached_token=cost)
 
 
 @pytest.mark.parametrize(
@@ -289,13 +311,44 @@ def test_a_round_by_hand():
     model = CostModel(target, draft, overhead=2.0)
     assert model.plain_time(4, 100) == 10 + 4 * 0.5 + 4 * 100 * 0.01
     assert model.round_time(3, 4, 100) == pytest.approx((10 + 16 * 0.5 + 4) + 3 * (1 + 4 * 0.125) + 2)
-    assert model.round_time(3, 4, 100, verify_tokens=9) == pytest.approx((10 + 36 * 0.5 + 4) + 3 * 1.5 + 2)
     assert model.tokens_per_second_per_user(2.5, 3, 4, 100) == pytest.approx(2.5 / model.round_time(3, 4, 100))
     parallel = dataclasses.replace(model, parallel=True)
     assert parallel.round_time(3, 4, 100) == pytest.approx((10 + 16 * 0.5 + 4) + (1 + 12 * 0.125) + 2)
     first = dataclasses.replace(model, first_draft=LinearStep(5.0))
     assert first.draft_time(3, 4) == pytest.approx(5 + 2 * 1.5)
     assert first.draft_time(1, 4) == 5.0
+
+
+def test_a_tree_round_by_hand():
+    """Batch 2, K = 7, 60 nodes verified, 10 expanded a step: 120 target tokens, a draft step of 2 tokens and 6 of 20."""
+    model = CostModel(LinearStep(10.0, 0.5), LinearStep(1.0, 0.25), overhead=2.0)
+    expected = (10 + 120 * 0.5) + (1 + 2 * 0.25) + 6 * (1 + 20 * 0.25) + 2
+    tree = {"verify_tokens": 60, "draft_tokens": 10}
+    assert model.draft_time(7, 2, draft_tokens=10) == pytest.approx(1.5 + 6 * 6.0)
+    assert model.round_time(7, 2, **tree) == pytest.approx(expected)
+    assert model.break_even_tau(7, 2, **tree) == pytest.approx(expected / 11)
+    assert model.speedup_over_none(3.3, 7, 2, **tree) == pytest.approx(3.3 * 11 / expected)
+    assert model.tokens_per_second_per_user(3.3, 7, 2, **tree) == pytest.approx(3.3 / expected)
+    first = dataclasses.replace(model, first_draft=LinearStep(5.0))
+    assert first.round_time(7, 2, **tree) == pytest.approx(expected + 5.0 - 1.5)
+    # a drafter that expands one node a step drafts a tree at the price of a chain
+    narrow = model.round_time(7, 2, verify_tokens=60, draft_tokens=1)
+    assert narrow == pytest.approx((10 + 120 * 0.5) + 7 * 1.5 + 2)
+    assert model.round_time(7, 2, draft_tokens=1) == model.round_time(7, 2, verify_tokens=8) == model.round_time(7, 2)
+
+
+def test_a_parallel_drafter_has_one_step_whatever_is_verified():
+    model = CostModel(LinearStep(10.0, 0.5), LinearStep(1.0, 0.25), parallel=True)
+    assert model.round_time(7, 2, verify_tokens=60) == pytest.approx((10 + 120 * 0.5) + (1 + 14 * 0.25))
+    with pytest.raises(DriftlabError, match="leave draft_tokens out"):
+        model.round_time(7, 2, verify_tokens=60, draft_tokens=10)
+
+
+def test_a_target_measured_by_sequences_is_refused():
+    table = MeasuredStep(at=(1, 8), seconds=(1.0, 2.0), by="sequences")
+    with pytest.raises(DriftlabError, match="measured by sequences"):
+        CostModel(table, constant(0.1))
+    assert CostModel(constant(1.0), table).draft_time(2, 8) == 4.0
 
 
 @settings(max_examples=60, deadline=None)
@@ -357,6 +410,9 @@ def test_gain_over_another_drafter_is_not_speed_up_over_none():
         (lambda m: m.tokens_per_second_per_user(4.1, 3, 1), "between 1 and 4"),
         (lambda m: m.round_time(0, 1), "at least one token"),
         (lambda m: m.round_time(3, 1, verify_tokens=3), "are 4 tokens"),
+        (lambda m: m.round_time(3, 1, verify_tokens=5), "give draft_tokens"),
+        (lambda m: m.speedup_over_none(2.0, 3, 1, verify_tokens=5), "give draft_tokens"),
+        (lambda m: m.round_time(3, 1, draft_tokens=0), "at least one token a sequence"),
         (lambda m: tau_iid(1.1, 2), "probability"),
         (lambda m: leviathan_speedup_iid(0.5, 2, -0.1), "below 0"),
         (lambda m: CostModel(m.target, m.draft, overhead=-1.0), "not below 0"),

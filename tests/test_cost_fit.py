@@ -125,18 +125,129 @@ def test_a_fit_that_is_not_linear_is_looked_for_from_several_starts():
 
 
 @pytest.fixture(scope="module")
-def curves():
-    """The curves of the experiment that take next to no time, by name."""
-    from cost_curves import dspark_verify, read, specdecode_bench, vllm_eagle1, vllm_eagle3, vllm_mlx
-    from cost_curves_moe import eagle31_blog, gpt_oss, tokenspeed
+def results():
+    """Every curve of the experiment, by name."""
+    from fit_cost_model import every_curve
+
+    return {result.report.curve: result for result in every_curve()}
+
+
+@pytest.fixture(scope="module")
+def curves(results):
+    return {name: result.report for name, result in results.items()}
+
+
+#: report -> curve of the file, column of its marks, drafters (None: all)
+MARKED = {
+    "vLLM #20780 EAGLE-3": ("vllm_20780", "use", ("none", "EAGLE-3")),
+    "vLLM #20780 EAGLE-1, EAGLE-3's target and overhead": ("vllm_20780", "use", ("EAGLE-1",)),
+    "vLLM #20780 EAGLE-1, EAGLE-3's target": ("vllm_20780", "use", ("EAGLE-1",)),
+    "SpecDecode-Bench, from peaks alone": ("specdecode_bench", "use", None),
+    "DSpark verify, up to 1024 tokens": ("dspark_verify", "use", None),
+    "DSpark draft": ("dspark_draft", "use", None),
+    "gpt-oss-120b, fitted at batch 1 and 64": ("gpt_oss_120b", "use", None),
+    "gpt-oss-120b, fitted at batch 1 and 8": ("gpt_oss_120b", "second_use", None),
+    "AMD Kimi-K2.5": ("amd_kimi_k25", "use", None),
+    "P-EAGLE over EAGLE-3, accept length as printed": ("p_eagle", "use", None),
+    "P-EAGLE over EAGLE-3, accept length + 1": ("p_eagle", "use", None),
+    "TorchSpec Kimi-K2.5": ("torchspec", "use", None),
+    "EAGLE 3.1 blog, regression check": ("eagle31_blog", "use", None),
+    "tokenspeed #795, from the blog's model": ("tokenspeed_795", "use", None),
+    "vllm-mlx #763 widths": ("vllm_mlx_763", "use", None),
+}
+#: nothing of these was fitted: the first two predict points that another report fits, the last is marked "beyond cliff"
+UNFITTED = {
+    "vLLM #20780 plain, from SpecDecode-Bench": 1,
+    "vLLM #20780 rounds, from SpecDecode-Bench": 12,
+    "DSpark verify, beyond the cliff": 3,
+}
+
+
+def test_every_curve_is_fitted_where_the_file_says_fit(curves):
+    from cost_curves import read
 
     table = read()
-    eagle3 = vllm_eagle3(table)
-    results = [
-        *(eagle3, vllm_eagle1(table, eagle3.report, own_overhead=False), specdecode_bench(table), vllm_mlx(table)),
-        *(*dspark_verify(table), eagle31_blog(table), tokenspeed(table), gpt_oss(table, (1, 8), "")),
-    ]
-    return {result.report.curve: result.report for result in results}
+    assert set(curves) == set(MARKED) | set(UNFITTED)
+    for name, (curve, column, drafters) in MARKED.items():
+        rows = table[table["curve"] == curve]
+        rows = rows[rows["drafter"].isin(drafters)] if drafters else rows
+        marks = [mark for mark in rows[column] if mark in ("fit", "held out", "regression")]
+        assert [p.fitted for p in curves[name].points] == [mark != "held out" for mark in marks], name
+    for name, points in UNFITTED.items():
+        assert [p.fitted for p in curves[name].points] == [False] * points
+
+
+def test_a_mark_that_moves_in_the_file_moves_in_the_fit():
+    """Batch 8 fitted and batch 1 held out, which no argument of the experiment says."""
+    from cost_curves import read
+    from cost_curves_moe import gpt_oss
+
+    table = read()
+    rows = table["curve"].eq("gpt_oss_120b") & table["drafter"].ne("DFlash")
+    table.loc[rows, "second_use"] = np.where(table.loc[rows, "concurrency"] == 1, "held out", "fit")
+    report = gpt_oss(table, "second_use", "").report
+    assert report.curve == "gpt-oss-120b, fitted at batch 8 and 64"
+    assert [p.fitted for p in report.points] == [False, False, True, True, True, True]
+
+
+def test_points_that_are_not_used_are_marked_so():
+    from cost_curves import read
+
+    table = read()
+    dflash = table[table["drafter"] == "DFlash"]
+    assert len(dflash) == 3
+    assert (dflash[["use", "second_use"]] == "not used").all().all()
+
+
+def test_the_overhead_is_part_of_a_plain_step(curves):
+    """5.886 + 0.021 + 1.207 ms, against 7.07; a round of K = 2 verifies 3 tokens and drafts once: 9.291 ms / tau."""
+    (plain,) = curves["vLLM #20780 plain, from SpecDecode-Bench"].points
+    assert plain.predicted == pytest.approx(5.886 + 0.021 + 1.207)
+    assert plain.relative_error == pytest.approx(7.114 / 7.07 - 1)
+    rounds = curves["vLLM #20780 rounds, from SpecDecode-Bench"].points
+    assert rounds[0].label == "EAGLE-3 K=2"
+    assert rounds[0].predicted == pytest.approx((5.886 + 3 * 0.021 + 2.135 + 1.207) / 2.36)
+    assert rounds[-1].predicted == pytest.approx((5.886 + 8 * 0.021 + 2.135 + 1.207) / 2.47)
+
+
+def test_the_best_constant_is_the_best_one():
+    from cost_curves import hindsight_constant
+
+    for measured in (np.array([1.4, 1.38, 1.5, 1.8, 1.91, 1.36]), np.array([5.0, 104.0, 233.0]), np.array([2.0, 2.0])):
+        grid = np.linspace(measured.min(), measured.max(), 20001)
+        sums = abs(grid[:, None] / measured - 1).sum(axis=1)
+        best = hindsight_constant(measured)
+        assert abs(best / measured - 1).sum() <= sums.min() + 1e-9
+
+
+def test_a_constant_stands_beside_every_curve_without_a_fit(results):
+    from fit_cost_model import summary
+
+    table = summary(list(results.values())).set_index("curve")
+    median = table["constant: median %"]
+    assert {name for name in median.index if median[name] != "-"} == {
+        "vLLM #20780 rounds, from SpecDecode-Bench",
+        "DSpark verify, beyond the cliff",
+        "EAGLE 3.1 blog, regression check",
+        "tokenspeed #795, from the blog's model",
+    }
+    # 1.41 against 1.36 ... 1.91: |1.41 / y - 1| is 0, 0.7 (3 times), 2.2, 3.7, 4.7, 6, 21.7, 26.2 %
+    assert median["tokenspeed #795, from the blog's model"] == "2.9"
+    assert "No better than a constant: 1.41" in results["tokenspeed #795, from the blog's model"].words
+
+
+def test_what_the_fits_assume_of_their_machines_is_said(results):
+    """Fixed cost of the AMD fit is 9.8 ms with 4 devices and 4.9 ms with 8, at the same errors."""
+    from cost_curves import read
+    from cost_curves_moe import amd_fit
+
+    table = read()
+    four, eight = (amd_fit(table, n) for n in (4, 8))
+    assert eight.values[0] == pytest.approx(four.values[0] / 2, rel=0.01)
+    assert np.median(eight.errors(fitted=False)) == pytest.approx(np.median(four.errors(fitted=False)), rel=0.05)
+    assert "fixed would be 4.9 ms in place of 9.8 ms" in results["AMD Kimi-K2.5"].words
+    assert "Assumed: 8 H200" in results["TorchSpec Kimi-K2.5"].words
+    assert set(table.loc[table["curve"] == "torchspec", "hardware"]) == {"8 x H200 (assumed)"}
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@ r"""Rounds, speed-ups, the best K, and two numbers that must not be mixed up.
     plain(b) = target step over b tokens              round(b, K) = target step over b (K + 1) tokens + draft + overhead
     speed-up over no drafter = tau * plain / round    break-even tau = round / plain
 
-``draft`` is K steps of b tokens, or one step of b K tokens for a drafter that proposes all K at once. tau is emitted tokens
-per round, bonus included (:mod:`driftlab.simulation`); it belongs to a K and comes from outside.
+``draft`` is K steps of b tokens, or one step of b K tokens for a drafter that proposes all K at once. A tree verifies more
+than K + 1 tokens a sequence, and each draft step after the first runs over the nodes that it expands (top_k in EAGLE).
+tau is emitted tokens per round, bonus included (:mod:`driftlab.simulation`); it belongs to a K and comes from outside.
 
 ``speedup_over_none`` compares a drafter with no drafter, ``gain_over`` one drafter with another: a drafter can be twice as
 fast as none and no faster than its predecessor. With a constant cost ratio c = draft step / target step the speed-up is
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from driftlab.cost.shapes import Number
-from driftlab.cost.steps import StepCost
+from driftlab.cost.steps import MeasuredStep, StepCost
 from driftlab.errors import DriftlabError
 
 
@@ -43,8 +44,9 @@ class Gain:
 class CostModel:
     """What rounds cost. Contexts are cached tokens per sequence, concurrency is the sequences of a batch.
 
-    ``overhead``: seconds a round beside the steps. ``first_draft``: the first draft step where it differs (it runs fc, on the
-    target's states). ``parallel``: one draft step proposes all K tokens.
+    ``overhead``: seconds that a round has and a plain step has not; what every step has belongs in ``target``.
+    ``first_draft``: the first draft step where it differs (it runs fc, on the target's states). ``parallel``: one draft step
+    proposes all K tokens.
     """
 
     target: StepCost
@@ -56,22 +58,37 @@ class CostModel:
     def __post_init__(self) -> None:
         if self.overhead < 0:
             raise DriftlabError(f"overhead {self.overhead}: seconds are not below 0")
+        if isinstance(self.target, MeasuredStep) and self.target.by == "sequences":
+            raise DriftlabError("a target measured by sequences would verify any K for nothing: give a table by tokens")
 
     def plain_time(self, concurrency: Number, context: Number = 0) -> float:
         """Seconds of a step without drafter: one token for each of ``concurrency`` sequences."""
         return self.target.time(concurrency, concurrency, context)
 
-    def draft_time(self, depth: int, concurrency: Number, context: Number = 0) -> float:
-        """Seconds of drafting K = ``depth`` tokens for each sequence."""
+    def draft_time(
+        self, depth: int, concurrency: Number, context: Number = 0, *, draft_tokens: int | None = None
+    ) -> float:
+        """Seconds of drafting K = ``depth`` tokens for each sequence, or a tree of that depth (``draft_tokens``)."""
         _check_depth(depth)
         first = self.first_draft or self.draft
         if self.parallel:
+            if draft_tokens is not None:
+                raise DriftlabError("a parallel drafter has no draft step after the first: leave draft_tokens out")
             return first.time(concurrency * depth, concurrency, context)
-        rest = (depth - 1) * self.draft.time(concurrency, concurrency, context) if depth > 1 else 0.0
+        nodes = 1 if draft_tokens is None else draft_tokens
+        if nodes < 1:
+            raise DriftlabError(f"draft_tokens {nodes}: a draft step runs over at least one token a sequence")
+        rest = (depth - 1) * self.draft.time(concurrency * nodes, concurrency, context) if depth > 1 else 0.0
         return first.time(concurrency, concurrency, context) + rest
 
     def round_time(
-        self, depth: int, concurrency: Number, context: Number = 0, *, verify_tokens: int | None = None
+        self,
+        depth: int,
+        concurrency: Number,
+        context: Number = 0,
+        *,
+        verify_tokens: int | None = None,
+        draft_tokens: int | None = None,
     ) -> float:
         """Seconds of one round.
 
@@ -80,34 +97,66 @@ class CostModel:
             concurrency: sequences in the batch.
             context: cached tokens per sequence.
             verify_tokens: tokens that the target verifies per sequence; K + 1 for a chain, more for a tree.
+            draft_tokens: tokens a sequence in each draft step after the first; 1 for a chain. A tree must say it (1 where
+                its drafter expands one node a step), except with ``parallel``, where there are no such steps.
+
+        Raises:
+            DriftlabError: fewer tokens verified than a path has, or a tree without ``draft_tokens``.
         """
         _check_depth(depth)
         width = depth + 1 if verify_tokens is None else verify_tokens
         if width < depth + 1:
             raise DriftlabError(f"verify_tokens {width}: a path of depth {depth} and its root are {depth + 1} tokens")
+        if width > depth + 1 and draft_tokens is None and not self.parallel:
+            raise DriftlabError(
+                f"verify_tokens {width} with K = {depth} is a tree, whose draft steps run over more than one token a "
+                "sequence: give draft_tokens (top_k in EAGLE)"
+            )
         verify = self.target.time(concurrency * width, concurrency, context)
-        return float(verify + self.draft_time(depth, concurrency, context) + self.overhead)
+        return float(verify + self.draft_time(depth, concurrency, context, draft_tokens=draft_tokens) + self.overhead)
 
     def break_even_tau(
-        self, depth: int, concurrency: Number, context: Number = 0, *, verify_tokens: int | None = None
+        self,
+        depth: int,
+        concurrency: Number,
+        context: Number = 0,
+        *,
+        verify_tokens: int | None = None,
+        draft_tokens: int | None = None,
     ) -> float:
         """tau at which drafting is as fast as not drafting. Above K + 1 no drafter of this cost can pay off."""
-        spent = self.round_time(depth, concurrency, context, verify_tokens=verify_tokens)
+        spent = self.round_time(depth, concurrency, context, verify_tokens=verify_tokens, draft_tokens=draft_tokens)
         return spent / self.plain_time(concurrency, context)
 
     def speedup_over_none(
-        self, tau: Number, depth: int, concurrency: Number, context: Number = 0, *, verify_tokens: int | None = None
+        self,
+        tau: Number,
+        depth: int,
+        concurrency: Number,
+        context: Number = 0,
+        *,
+        verify_tokens: int | None = None,
+        draft_tokens: int | None = None,
     ) -> float:
         """Tokens per second with this drafter over those without one. tau outside [1, K + 1] is a :class:`DriftlabError`."""
         _check_tau(tau, depth)
-        return float(tau / self.break_even_tau(depth, concurrency, context, verify_tokens=verify_tokens))
+        even = self.break_even_tau(depth, concurrency, context, verify_tokens=verify_tokens, draft_tokens=draft_tokens)
+        return float(tau / even)
 
     def tokens_per_second_per_user(
-        self, tau: Number, depth: int, concurrency: Number, context: Number = 0, *, verify_tokens: int | None = None
+        self,
+        tau: Number,
+        depth: int,
+        concurrency: Number,
+        context: Number = 0,
+        *,
+        verify_tokens: int | None = None,
+        draft_tokens: int | None = None,
     ) -> float:
         """Tokens per second that one sequence of the batch gets."""
         _check_tau(tau, depth)
-        return float(tau / self.round_time(depth, concurrency, context, verify_tokens=verify_tokens))
+        spent = self.round_time(depth, concurrency, context, verify_tokens=verify_tokens, draft_tokens=draft_tokens)
+        return float(tau / spent)
 
     def best_depth(self, taus: Mapping[int, Number], concurrency: Number, context: Number = 0) -> Best:
         """Return the K of ``taus`` (K -> tau) with the largest speed-up over no drafter; the smaller K of equals."""

@@ -48,9 +48,12 @@ class Gqa:
         """Operations of one query token on one cached token, one layer: scores and the weighted sum, 2 each."""
         return 4 * self.heads * self.head_dim
 
-    def kv_shards(self, tensor_parallel: int) -> int:
-        """Devices that the cache is split over: heads cannot be split, so beyond ``kv_heads`` it is repeated."""
-        return min(tensor_parallel, self.kv_heads)
+    def kv_shards(self, tensor_parallel: int) -> float:
+        """The cache over what the fullest device holds: ceil(kv_heads / devices) heads, since a head cannot be split.
+
+        8 heads on 3 devices: 8/3, not 3, since one reads 3 heads while the others wait. Beyond ``kv_heads`` heads repeat.
+        """
+        return self.kv_heads / -(-self.kv_heads // tensor_parallel)
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,9 @@ class Mla:
         """Operations of one query token on one cached token, one layer, in the absorbed form."""
         return 2 * self.heads * (2 * self.kv_rank + self.rope_dim)
 
-    def kv_shards(self, tensor_parallel: int) -> int:
+    def kv_shards(self, tensor_parallel: int) -> float:
         """Every device of a tensor-parallel group keeps the whole latent cache."""
-        return 1
+        return 1.0
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,9 @@ class UnknownAttention:
         """Weights of one layer, as given."""
         return self.weights
 
-    def kv_shards(self, tensor_parallel: int) -> int:
+    def kv_shards(self, tensor_parallel: int) -> float:
         """There is no cache to split."""
-        return 1
+        return 1.0
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,9 @@ class MeasuredStep:
     known, and asking is an error. ``jumps``: points after which the cost jumps before the next one (a step that no CUDA
     graph covers any more): between them a line would invent costs, so asking there is an error too.
 
-    ``context``: cached tokens per sequence at which it was measured; another one needs ``per_cached_token`` seconds.
+    ``context``: cached tokens per sequence at which it was measured; a longer one needs ``per_cached_token`` seconds, a
+    shorter one is an error, since the table does not say how much of a step its own context took. A table by sequences
+    holds for the tokens a sequence that it was measured with: right for a drafter of one K, refused for a target.
     """
 
     at: tuple[Number, ...]
@@ -133,6 +135,8 @@ class MeasuredStep:
             raise DriftlabError(f"measured seconds must be above 0 and finite: {self.seconds}")
         if unknown := [value for value in self.jumps if value not in self.at[:-1]]:
             raise DriftlabError(f"jump after {unknown[0]}: not a measured point with another one after it")
+        if self.per_cached_token is not None and not 0 <= self.per_cached_token < math.inf:
+            raise DriftlabError(f"per_cached_token {self.per_cached_token}: seconds are finite and not below 0")
 
     def time(self, tokens: Number, sequences: Number, context: Number) -> float:
         """Seconds of one step.
@@ -149,6 +153,10 @@ class MeasuredStep:
         for low, high in pairwise(self.at):
             if low in self.jumps and low < x < high:
                 raise DriftlabError(f"{x} {self.by}: the measured cost jumps between {low} and {high}; measure there")
+        if context < self.context:
+            raise DriftlabError(
+                f"the table was measured at context {self.context}, not {context}: measure at the shorter context"
+            )
         if context != self.context and self.per_cached_token is None:
             raise DriftlabError(
                 f"the table was measured at context {self.context}, not {context}: give per_cached_token to carry it over"
