@@ -1,7 +1,9 @@
 """Where tau comes from: buckets of rounds, the starts where two variants differ most, and how the text repeats itself.
 
-A round belongs to the bucket in which it starts; tau of a bucket is the emitted tokens of its rounds over their number, so
-the mean over buckets weighted by ``rounds`` is tau again. A drafter beyond the length it was trained on can be worse than
+A round belongs to the bucket in which it starts; tau of a bucket is the emitted tokens of its rounds over their number.
+Rounds near the length limit are left out by where they start, as in ``tau_uncensored``: without the cut ones alone, the last
+bucket would hold those that failed early, and show a collapse that is not there. So the mean over buckets weighted by
+``rounds`` is tau_uncensored. A drafter beyond the length it was trained on can be worse than
 none (sgl-project/sglang#6783), which the mean over all contexts hides.
 """
 
@@ -17,12 +19,16 @@ from torch import Tensor
 
 from driftlab.draft import Draft, text_digest
 from driftlab.errors import DriftlabError
-from driftlab.estimators import round_counts, start_weights
+from driftlab.estimators import round_counts, start_weights, uncensored_starts
 from driftlab.results import bootstrap_ratio
 from driftlab.simulation import Expected, Simulation
 from driftlab.trajectory import Trajectory
 
 FIRST_EDGE = 16
+_COLUMNS = {
+    **{"by": "str", "bucket": "str", "begin": "int64", "end": "int64", "beyond_trained": "bool"},
+    **{"tau": "float64", "low": "float64", "high": "float64", "rounds": "float64", "prompts": "int64"},
+}
 
 
 # ---------------------------------------------------------------------------------------------- buckets
@@ -37,7 +43,7 @@ def buckets(
     samples: int = 2000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Return tau of the rounds that start in each bucket.
+    """Return tau of the rounds that start in each bucket, with more than K tokens left or in texts that EOS ended.
 
     Args:
         simulation: a replay.
@@ -70,7 +76,7 @@ def buckets(
         value = rows + 2 if by == "context" else rows - rows[:, :1] + 1
         spans = _spans(edges, int(value.max()), trained_length)
         groups = [(f"{low}-{high}", low, high, (value >= low) & (value <= high)) for low, high in spans]
-    emitted, rounds = round_counts(simulation)
+    emitted, rounds = (counts * uncensored_starts(simulation) for counts in round_counts(simulation))
     lines = []
     for name, begin, end, inside in groups:
         top, bottom = (emitted * inside).sum(1), (rounds * inside).sum(1)
@@ -82,7 +88,7 @@ def buckets(
             beyond = bool(trained_length) and begin > trained_length
             found = {"tau": tau.value, "low": tau.low, "high": tau.high, "rounds": float(bottom.sum())}
             lines.append({**place, "beyond_trained": beyond, **found, "prompts": int(there.sum())})
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines, columns=list(_COLUMNS)).astype(_COLUMNS)
 
 
 def _spans(edges: Sequence[int] | None, largest: int, trained_length: int) -> list[tuple[int, int]]:
@@ -99,12 +105,18 @@ def _spans(edges: Sequence[int] | None, largest: int, trained_length: int) -> li
 # ---------------------------------------------------------------------------------------------- the text itself
 
 
+#: least periods, and least tokens, of an end that counts as a loop
+PERIODS, LOOP = 3, 8
+
+
 @dataclass(frozen=True)
 class Repetition:
     """How much a text repeats itself. ``repeated_ngrams``: share of its ``ngrams`` n-grams that occurred earlier in it.
 
-    ``periodic_tail``: share of its ``tokens`` in the longest end that has a period of at most the given length and holds at
-    least two of them; ``period``: that period, 0 if there is none. NaN where there is nothing to share.
+    ``periodic_tail``: share of its ``tokens`` in the longest end that has a period of at most the given length, holds at least
+    three of them and has at least eight tokens; ``period``: that period, 0 if there is none. Two periods are in ordinary text
+    (a doubled word, two lines that begin alike), three short ones too (an ellipsis); a loop goes on until the text is cut.
+    NaN where there is nothing to share.
     """
 
     repeated_ngrams: float
@@ -121,7 +133,7 @@ def repetition(tokens: Sequence[int], *, n: int = 4, max_period: int = 8) -> Rep
     longest = period = 0
     for p in range(1, max_period + 1):
         run = next((r for r in range(len(tokens) - p) if tokens[-1 - r] != tokens[-1 - r - p]), max(0, len(tokens) - p))
-        if run >= p and run + p > longest:
+        if run + p >= max(PERIODS * p, LOOP) and run + p > longest:
             longest, period = run + p, p
     return Repetition(
         repeated_ngrams=1 - len(set(grams)) / len(grams) if grams else float("nan"),

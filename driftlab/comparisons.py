@@ -11,8 +11,9 @@ Prompts are the independent units. With E_i, R_i the emitted tokens and verify r
                  a two-sided paired t test of n prompts has the power asked for.
 
 The relabelling test keeps the statistic as it is, a ratio, and needs no normality; it is exact if the two labels of a prompt
-are exchangeable when nothing differs, and holds for many prompts if only tau is the same. Its p is never below 2^(1-n), so
-few prompts cannot show anything. p-values of one table are adjusted for their number (Holm; statsmodels).
+are exchangeable when nothing differs, and holds for many prompts if only tau is the same. Its p is never below 2^(1-m), m the
+prompts whose counts differ (swapping the others changes nothing), so few of them cannot show anything. p-values of one table
+are adjusted for their number (Holm; statsmodels).
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ def linearised(counts: np.ndarray) -> np.ndarray:
 def detectable(counts: np.ndarray, *, level: float = 0.05, power: float = 0.8) -> tuple[float, str]:
     """Return the minimum detectable difference for these prompts, and why there is none or "".
 
-    NaN where the spread is unknown, infinite where so few prompts cannot reach ``level`` whatever they show.
+    NaN where the spread is unknown, infinite where so few prompts, or so few that differ, cannot reach ``level`` whatever they
+    show.
     """
     prompts, d = len(counts), linearised(counts)
     if prompts < 2:
@@ -150,10 +152,14 @@ def detectable(counts: np.ndarray, *, level: float = 0.05, power: float = 0.8) -
         return float("nan"), "a variant without any complete round"
     if 2.0 ** (1 - prompts) > level:
         return float("inf"), f"with {prompts} prompts p is at least {2.0 ** (1 - prompts):.2g}, above {level:g}"
+    differ = int((~np.isclose(counts[:, :2], counts[:, 2:], rtol=_ROUNDING, atol=_ROUNDING)).any(1).sum())
+    if not differ:
+        return float("nan"), "no prompt differs"
+    if (least := 2.0 ** (1 - differ)) > level:
+        return float("inf"), f"{differ} of {prompts} prompts differ: p is at least {least:.3g}, above {level:g}"
     spread = float(d.std(ddof=1))
     if spread <= _ROUNDING:
-        same = np.allclose(counts[:, :2], counts[:, 2:], rtol=_ROUNDING, atol=_ROUNDING)
-        return float("nan"), "no prompt differs" if same else "every prompt differs by as much: the spread is unknown"
+        return float("nan"), "every prompt differs by as much: the spread is unknown"
     effect = TTestPower().solve_power(nobs=prompts, alpha=level, power=power, alternative="two-sided")
     return float(np.ravel(effect)[0]) * spread, ""
 

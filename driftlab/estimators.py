@@ -6,12 +6,17 @@ arg-max drafts); V_k: the starts with at least k comparable depths. Sums run ove
 
 Estimators, all at one K (:func:`estimates`); those over all starts are over V_K, so that they differ in nothing but formula:
 
-    tau                emitted tokens / verify rounds of the walk: what a decoder achieves
-    tau_uncensored     the same, rounds left out by where they start
+    tau                emitted tokens / verify rounds of the walk, without the rounds that the length limit cuts
+    tau_uncensored     the same, rounds left out by where they start: what a decoder achieves
     all_starts_mean    1 + sum_k mean C_k       (a product along each path, then the mean; the product of the all-starts
                        conditional rates is the same number)
     product_of_rates   1 + sum_k prod_{j <= k} r_j,   r_j = mean m_j: what training logs print (NVIDIA-NeMo/Automodel#2959)
     iid_formula        (1 - r_1^(K+1)) / (1 - r_1)      (Leviathan et al. 2023)
+
+    bias of each       value / tau_uncensored - 1
+
+tau itself is no measure of bias: near the limit it knows only the rounds that fail early, so it is too low where answers are
+short, and would make estimators that are right look too high.
 
 Conditional acceptance at depth k on the walk (:func:`decompose`). Every mean is over V_k, cut rounds included: whether a
 start is in V_k depends on its place and not on what was accepted there.
@@ -91,6 +96,14 @@ def round_counts(simulation: Simulation | Expected) -> tuple[np.ndarray, np.ndar
     return v * emitted, v * (1 - np.where(stopped, 0, all_left))
 
 
+def uncensored_starts(simulation: Simulation | Expected) -> np.ndarray:
+    """Return whether rounds from each start count in ``tau_uncensored``; bool [batch start].
+
+    Where more than K tokens are left, or EOS ended the text: a start's place decides, not what was accepted there.
+    """
+    return _stopped(simulation) | (simulation.acceptance.remaining.numpy() > simulation.depth)
+
+
 def _stopped(simulation: Simulation | Expected) -> np.ndarray:
     return np.array([finish == "stop" for finish in simulation.acceptance.finish])[:, None]
 
@@ -99,12 +112,13 @@ def _stopped(simulation: Simulation | Expected) -> np.ndarray:
 
 
 def estimates(simulation: Simulation | Expected, *, samples: int = 2000, seed: int = 0) -> pd.DataFrame:
-    """Return every estimator at this K, by name, with its bias relative to the walk.
+    """Return every estimator at this K, by name, with its bias relative to tau_uncensored.
 
     Columns: ``depth_max`` (K), ``quantity`` (the names above), ``value``, ``low``, ``high``, ``n`` (rounds or starts),
-    ``starts``, and ``bias`` = value / tau - 1 with its own interval ``bias_low``, ``bias_high``. Intervals are 95 %
-    bootstraps over prompts, tau and estimator on the same resampled prompts. Without the bias they are rows. Trees, and drafts
-    fed with their own tokens, have no rates by depth: the last two are left out.
+    ``starts``, and ``bias`` = value / tau_uncensored - 1 with its own interval ``bias_low``, ``bias_high``. Intervals are
+    95 % bootstraps over prompts, both of a quotient on the same resampled prompts. Without the bias they are rows. Trees, and
+    drafts fed with their own tokens, have no rates by depth: the last two are left out. The bias is NaN where every text was
+    cut with K or fewer tokens left at its first round.
     """
     sums, depth = _estimator_sums(simulation), simulation.depth
     counts = sums.sum(0)
@@ -114,8 +128,8 @@ def estimates(simulation: Simulation | Expected, *, samples: int = 2000, seed: i
         if name in _OF_RATES and not by_depth:
             continue
         over = {"tau": 1, "tau_uncensored": 3}.get(name, 4)
-        value = _bootstrap(sums, lambda s, name=name: _estimators(s, depth)[name], over, samples, seed)
-        bias = _bootstrap(sums, lambda s, name=name: _bias(_estimators(s, depth), name), over, samples, seed)
+        value = _bootstrap(sums, lambda s, name=name: _estimators(s, depth)[name], (over,), samples, seed)
+        bias = _bootstrap(sums, lambda s, name=name: _bias(_estimators(s, depth), name), (over, 3), samples, seed)
         line = {"depth_max": depth, "quantity": name, **value._asdict(), "n": float(counts[over]), "starts": starts}
         lines.append({**line, "bias": bias.value, "bias_low": bias.low, "bias_high": bias.high})
     return pd.DataFrame(lines)
@@ -148,7 +162,7 @@ def _estimator_sums(simulation: Simulation | Expected) -> np.ndarray:
     """[prompt, quantity]: emitted, rounds, both uncensored, starts in V_K, then over V_K the sums of m_k and of C_k."""
     table = simulation.acceptance
     emitted, rounds = round_counts(simulation)
-    known = _stopped(simulation) | (table.remaining.numpy() > table.depth)
+    known = uncensored_starts(simulation)
     full = table.valid[..., -1].numpy()
     m = table.probability.numpy() * full[..., None]
     five = [(x * w).sum(1) for w in (1, known) for x in (emitted, rounds)]
@@ -169,7 +183,7 @@ def _estimators(sums: np.ndarray, depth: int) -> dict[str, Numbers]:
 
 
 def _bias(values: dict[str, Numbers], name: str) -> Numbers:
-    return _ratio(values[name], values["tau"]) - 1
+    return _ratio(values[name], values["tau_uncensored"]) - 1
 
 
 # ---------------------------------------------------------------------------------------------- conditional acceptance
@@ -181,7 +195,7 @@ def decompose(simulation: Simulation | Expected, *, samples: int = 2000, seed: i
     Wants drafts that were fed the text. Columns ``depth``, ``quantity`` (names and equations above), ``value``, ``low``,
     ``high`` (95 % bootstrap over prompts), ``n`` and ``starts``: rows for ``results.as_rows``, pooled over prompts. ``n``
     is the sum of the weights of the sparsest mean in it: of 1, of v, of C_{k-1}, or of v C_{k-1}. NaN where that is 0.
-    ``accept_conditional`` of a simulation leaves cut rounds out, so it differs a little where a length limit ended texts.
+    The walk's is ``accept_conditional`` of a simulation, by another way.
     Under rule "block" m depends on earlier depths too: there the ability is not the drafter's alone.
 
     Raises:
@@ -200,7 +214,7 @@ def decompose(simulation: Simulation | Expected, *, samples: int = 2000, seed: i
         parts = (here, m[..., k], before, after)
         sums = np.stack([(x * w).sum(1) for w in (1, v) for x in parts], 1)
         for name, (starts, over) in _TERMS.items():
-            value = _bootstrap(sums, lambda s, name=name: _terms(s)[name], over, samples, seed)
+            value = _bootstrap(sums, lambda s, name=name: _terms(s)[name], (over,), samples, seed)
             n = float(sums[:, over].sum())
             lines.append({"depth": k + 1, "quantity": name, **value._asdict(), "n": n, "starts": starts})
     return pd.DataFrame(lines)
@@ -231,17 +245,15 @@ def _ratio(top: Numbers, bottom: Numbers) -> np.ndarray:
 
 
 def _bootstrap(
-    sums: np.ndarray, statistic: Callable[[np.ndarray], Numbers], over: int, samples: int, seed: int
+    sums: np.ndarray, statistic: Callable[[np.ndarray], Numbers], over: tuple[int, ...], samples: int, seed: int
 ) -> Interval:
     """``statistic`` of the column sums of ``sums [prompt quantity]``, with its interval over resampled prompts.
 
-    There is none if fewer than two prompts have anything in column ``over``: resamples of one prompt would all agree.
+    ``over``: the columns it divides by. The fewest prompts that have anything in one of them say how wide the interval is.
     """
 
     def resampled(chosen: np.ndarray) -> Numbers:
         return statistic(np.stack([column[chosen].sum(1) for column in sums.T], -1))
 
-    value = float(statistic(sums.sum(0)))
-    if (sums[:, over] > 0).sum() < 2:
-        return Interval(value, float("nan"), float("nan"))
-    return percentile_interval(value, resampled, len(sums), samples, seed, 0.95)
+    value, informative = float(statistic(sums.sum(0))), int((sums[:, over] > 0).sum(0).min())
+    return percentile_interval(value, resampled, len(sums), informative, samples, seed, 0.95)

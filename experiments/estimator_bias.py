@@ -3,8 +3,9 @@
     python experiments/estimator_bias.py [--drafters smollm2-eagle31 FOLDER ...] [--recording FOLDER] [--depth 10]
 
 Drafts once at the largest K from every start of a recording (default: 24 of the project's prompts, 128 tokens, greedy), and
-compares, for every K, tau by walk with the mean over all starts, the product of the rates by depth and the formula for
-independent acceptance. The text and the drafter are the same for all K, so whatever changes with K in the acceptance of the
+compares, for every K, tau of the walk, the mean over all starts, the product of the rates by depth and the formula for
+independent acceptance with tau_uncensored: the walk's tau with rounds left out by where they start, which the length limit
+does not bias. The text and the drafter are the same for all K, so whatever changes with K in the acceptance of the
 *first* draft changes because rounds start elsewhere. Writes the rows (OUT.csv, with OUT.run.json) and a figure (OUT.png).
 """
 
@@ -29,7 +30,9 @@ from driftlab.prompts import evenly
 from driftlab.results import as_rows, bootstrap_difference, combine, provenance, weighted_mean, write_rows
 from driftlab.simulation import Expected, Simulation
 
+REFERENCE = "tau_uncensored"
 ESTIMATORS = {
+    REFERENCE: "tau_uncensored (walk)",
     "tau": "tau (walk)",
     "all_starts_mean": "all starts",
     "product_of_rates": "product of rates",
@@ -118,13 +121,15 @@ def firsts(simulation: Simulation | Expected) -> Firsts:
 
 
 def by_k(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line per K: tau and its interval, estimators, biases in %, acceptance of the first draft of a round."""
+    """One line per K: tau_uncensored and its interval, the others and their biases relative to it in %, acceptance of the first
+    draft of a round.
+    """
     table = _wide(rows[rows["depth"] == 0], "depth_max")
-    shown = {"tau": table["tau"], "low": _wide(rows[rows["quantity"] == "tau"], "depth_max", "low")["tau"]}
-    shown["high"] = _wide(rows[rows["quantity"] == "tau"], "depth_max", "high")["tau"]
-    shown["tau_uncensored"] = table["tau_uncensored"]
-    for name in list(ESTIMATORS)[1:]:
-        shown |= {name: table[name], f"{name} %": 100 * table[BIAS + name]}
+    reference = rows[rows["quantity"] == REFERENCE].set_index("depth_max")
+    shown = {REFERENCE: table[REFERENCE], "low": reference["low"], "high": reference["high"]}
+    for name in ESTIMATORS:
+        if name != REFERENCE:
+            shown |= {name: table[name], f"{name} %": 100 * table[BIAS + name]}
     first = rows[(rows["depth"] == 1) & (rows["quantity"] == "conditional_walk")]
     shown["first_draft"] = first.set_index("depth_max")["value"]
     return pd.DataFrame(shown)
@@ -138,7 +143,7 @@ def by_depth(rows: pd.DataFrame) -> pd.DataFrame:
 def tell(label: str, rows: pd.DataFrame) -> None:
     """Print both tables, and what the acceptance of the first draft does."""
     table, terms = by_k(rows), by_depth(rows)
-    print(f"\n{label}, by K\n{table.to_string(float_format='%.3f')}")
+    print(f"\n{label}, by K (%: bias relative to {REFERENCE})\n{table.to_string(float_format='%.3f')}")
     print(f"\n{label}, conditional acceptance by depth at K = {len(terms)}\n{terms.to_string(float_format='%.3f')}")
     last = rows[(rows["quantity"] == CHANGE) & (rows["depth_max"] == rows["depth_max"].max())].iloc[0]
     print(
@@ -168,7 +173,7 @@ def draw(rows: pd.DataFrame) -> Figure:
             for place, (quantity, label) in enumerate(TERMS.items()):
                 _line(deep, terms[terms["quantity"] == quantity], "depth", COLORS[place], label)
             taus.set(title=name, xlabel="K", ylabel="tokens per round")
-            biases.set(title="bias relative to the walk", xlabel="K", ylabel="%")
+            biases.set(title=f"bias relative to {REFERENCE}", xlabel="K", ylabel="%")
             first.set(title="first draft of a round", xlabel="K", ylabel="acceptance, change from K = 1")
             deep.set(title=f"conditional acceptance, K = {mine['depth'].max()}", xlabel=f"depth (n of {FEW} or more)")
             for ax in (biases, first, deep):

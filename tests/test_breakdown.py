@@ -1,10 +1,12 @@
 """Buckets, repetition and the starts that differ most, by hand."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from test_estimators import random_table, table_of
+from test_results import widening
 from test_simulation import acceptance_of, text_with_rounds
 
 from driftlab import DriftlabError, accept, all_starts, simulate
@@ -21,8 +23,8 @@ def lines(frame, *columns):
 
 def test_a_round_belongs_to_the_bucket_in_which_it_starts():
     """p0: accepts 1, 3, 0 at 1, 3, 7 answer tokens; p1: 0, 2 at 1, 2. The round that begins at 3 ends at 7."""
-    simulation = simulate(acceptance_of(text_with_rounds(1, 3, 0), text_with_rounds(0, 2), depth=3))
-    frame = buckets(simulation, "position", edges=(1, 3, 5, 8), samples=50)
+    table = acceptance_of(text_with_rounds(1, 3, 0), text_with_rounds(0, 2), depth=3, finish=["stop"] * 2)
+    frame = buckets(simulate(table), "position", edges=(1, 3, 5, 8), samples=50)
     assert lines(frame, "bucket", "begin", "end", "tau", "rounds", "prompts") == [
         ("1-2", 1, 2, (2 + 1 + 3) / 3, 3.0, 2),
         ("3-4", 3, 4, 4.0, 1.0, 1),
@@ -31,18 +33,46 @@ def test_a_round_belongs_to_the_bucket_in_which_it_starts():
     # one prompt alone says nothing about others
     assert frame["low"].isna().tolist() == [False, True, True]
     assert not frame["beyond_trained"].any()
+    # under a length limit rounds at 7 of p0 and 2 of p1 have 1 and 3 tokens left, no more than K, and are not judged
+    limited = simulate(dataclasses.replace(table, finish=("length",) * 2))
+    assert lines(buckets(limited, "position", edges=(1, 3, 5, 8)), "bucket", "tau", "rounds") == [
+        ("1-2", (2 + 1) / 2, 2.0),
+        ("3-4", 4.0, 1.0),
+    ]
+
+
+@pytest.mark.parametrize("by", ["position", "context", "category"])
+@pytest.mark.parametrize("tokens", [130, 135, 140])
+def test_a_constant_drafter_is_constant_up_to_the_limit(by, tokens):
+    """Acceptance .8 everywhere, K = 8: (1 - .8^9) / .2 in every bucket, whatever is left of the text in the last one."""
+    sequence = [(0.8,) * min(8, tokens - s) for s in range(tokens)]
+    table = table_of(sequence, sequence[40:], depth=8, sampled=True)
+    frame = buckets(simulate(table), by, samples=5)
+    assert frame["tau"].tolist() == pytest.approx([(1 - 0.8**9) / 0.2] * len(frame))
+    # starts of tokens - 8 answer tokens and fewer have more than 8 left, and there are 3 more tokens of context
+    last = {"position": tokens - 8, "context": tokens - 8 + 3, "category": 0}[by]
+    assert frame["begin"].max() <= last
+    assert (frame["begin"].max() == 128) == (last >= 128)
+
+
+def test_without_a_round_that_counts_there_is_no_bucket_but_its_columns():
+    frame = buckets(simulate(acceptance_of([1, 0], depth=3)), "position")
+    assert frame.empty
+    # so that it can stand beside others in one table
+    full = buckets(simulate(acceptance_of([1, 0, 0, 0, 0], depth=3)), "position")
+    assert frame.dtypes.to_dict() == full.dtypes.to_dict()
 
 
 def test_context_counts_the_tokens_of_prompt_and_answer():
     """First row 2: prompt of 3 tokens, and one of the answer: 4 tokens at the first round."""
-    simulation = simulate(acceptance_of(text_with_rounds(1, 3, 0), depth=3))
+    simulation = simulate(acceptance_of(text_with_rounds(1, 3, 0), depth=3, finish=["stop"]))
     frame = buckets(simulation, "context", edges=(4, 6, 10, 11))
     assert lines(frame, "bucket", "tau") == [("4-5", 2.0), ("6-9", 4.0), ("10-10", 1.0)]
 
 
 def test_what_is_longer_than_the_training_is_marked():
     """L1. Contexts 4, 6 and 10; texts of at most 9 tokens were trained on, so 10 is beyond, whatever the edges."""
-    simulation = simulate(acceptance_of(text_with_rounds(1, 3, 0), depth=3))
+    simulation = simulate(acceptance_of(text_with_rounds(1, 3, 0), depth=3, finish=["stop"]))
     frame = buckets(simulation, "context", edges=(1, 20), trained_length=9)
     assert lines(frame, "bucket", "tau", "beyond_trained") == [("1-9", 3.0, False), ("10-19", 1.0, True)]
     inside = buckets(simulation, "context", edges=(1, 20), trained_length=10)
@@ -60,23 +90,27 @@ def test_categories():
     # code: 3 tokens in a round; then 1, and EOS as an accepted draft
     assert lines(frame, "bucket", "tau", "rounds", "prompts") == [("code", 5 / 3, 3.0, 2), ("chat", 1.0, 2.0, 1)]
     assert math.isnan(frame["low"].iloc[1])
-    assert frame["low"].iloc[0] == 1.0
-    assert frame["high"].iloc[0] == 3.0
+    # resamples of the two give 1, 5/3 or 3; the ends are widened for two
+    assert frame["low"].iloc[0] == pytest.approx(5 / 3 - widening(2) * (5 / 3 - 1), rel=1e-5)
+    assert frame["high"].iloc[0] == pytest.approx(5 / 3 + widening(2) * (3 - 5 / 3), rel=1e-5)
 
 
 @pytest.mark.parametrize("by", ["position", "context", "category"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_default_buckets_hold_every_round(by, sampled):
-    simulation = simulate(random_table(2, sampled=sampled, finish="length", prompts=8))
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_default_buckets_hold_every_round_of_tau_uncensored(by, sampled, finish):
+    simulation = simulate(random_table(2, sampled=sampled, finish=finish, prompts=8))
     frame = buckets(simulation, by, samples=20)
-    assert frame["rounds"].sum() == pytest.approx(simulation.verify_rounds.sum())
-    assert (frame["tau"] * frame["rounds"]).sum() == pytest.approx(simulation.emitted.sum())
+    emitted, rounds = simulation.uncensored
+    assert frame["rounds"].sum() == pytest.approx(rounds)
+    assert (frame["tau"] * frame["rounds"]).sum() == pytest.approx(emitted)
 
 
 def test_default_edges_double():
+    """Of the seven starts from 64 on the last has one token left, no more than K."""
     simulation = simulate(acceptance_of([0] * 70, depth=1))
     frame = buckets(simulation, "position", samples=5)
-    assert lines(frame, "begin", "end", "rounds") == [(1, 15, 15.0), (16, 31, 16.0), (32, 63, 32.0), (64, 71, 7.0)]
+    assert lines(frame, "begin", "end", "rounds") == [(1, 15, 15.0), (16, 31, 16.0), (32, 63, 32.0), (64, 71, 6.0)]
 
 
 @pytest.mark.parametrize(
@@ -106,15 +140,20 @@ def test_senseless_buckets_are_refused(by, options, message):
         ([5, 1, 2, 3, 1, 2, 3, 1, 2, 3], 3 / 7, 9 / 10, 3),
         # repeated words, no loop at the end
         ([1, 2, 3, 4, 9, 1, 2, 3, 4, 8], 1 / 7, 0, 0),
-        # two equal tokens at the end are two periods of 1; 7 7 is shorter than 6 7 7 6 7 7
-        ([1, 2, 3, 7, 7], 0, 2 / 5, 1),
-        ([1, 6, 7, 7, 6, 7, 7], 0, 6 / 7, 3),
-        # one period and a half is none
-        ([4, 1, 2, 3, 1, 2], 0, 0, 0),
-        ([7] * 6, 2 / 3, 1, 1),
+        # a doubled last token, two periods of three, eight tokens of less than three periods: ordinary text
+        ([1, 2, 3, 7, 7], 0, 0, 0),
+        ([1, 6, 7, 7, 6, 7, 7], 0, 0, 0),
+        ([9, 1, 2, 3, 1, 2, 3, 1, 2], 2 / 6, 0, 0),
+        # three periods of less than eight tokens; seven and eight tokens
+        ([1, 7, 8, 7, 8, 7, 8], 1 / 4, 0, 0),
+        ([7] * 7, 3 / 4, 0, 0),
+        ([1, 2, *[7] * 8], 4 / 7, 8 / 10, 1),
+        # 7 7 at the end is shorter than 6 7 7 three times
+        ([1, *[6, 7, 7] * 3], 3 / 7, 9 / 10, 3),
         # a period of nine is longer than looked for
-        ([*range(9), *range(9)], 6 / 15, 0, 0),
-        ([*range(8), *range(8)], 5 / 13, 1, 8),
+        ([*range(9)] * 3, 15 / 24, 0, 0),
+        ([*range(8)] * 2, 5 / 13, 0, 0),
+        ([*range(8)] * 3, 13 / 21, 1, 8),
     ],
 )
 def test_repetition_by_hand(tokens, ngrams, tail, period):
@@ -127,27 +166,28 @@ def test_repetition_by_hand(tokens, ngrams, tail, period):
 def test_texts_too_short_to_repeat_themselves_are_missing():
     assert math.isnan(repetition([1, 2, 3]).repeated_ngrams)
     assert repetition([1, 2, 3]).periodic_tail == 0
+    assert repetition([5, 5]).periodic_tail == 0
     assert math.isnan(repetition([]).periodic_tail)
     assert repetition([1, 1, 2], n=1).repeated_ngrams == pytest.approx(1 / 3)
 
 
 def test_repetition_is_of_the_answer_and_pools_by_token(tiny_target, tmp_path):
     """The prompt may repeat itself as it likes, and the EOS after a loop does not end the loop."""
-    answers = [[7, 8, 7, 8, 7, 8, 2], [3, 4, 5, 6, 7, 8, 9, 10]]
+    answers = [[7, 8, 7, 8, 7, 8, 7, 8, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
     trajectory = tiny_target.record(
-        ["aaaaaaaaaaaa", "b"], answers=answers, max_new_tokens=8, template=False, out=tmp_path / "r"
+        ["aaaaaaaaaaaa", "b"], answers=answers, max_new_tokens=10, template=False, out=tmp_path / "r"
     )
     assert [entry.finish for entry in trajectory.entries] == ["stop", "length"]
     rows = as_rows(repetition_records(trajectory))
     assert lines(rows, "quantity", "window", "value", "n") == [
-        ("repeated_ngrams", 4, pytest.approx(1 / 3), 3),
-        ("periodic_tail", 8, 1, 6),
-        ("repeated_ngrams", 4, 0, 5),
-        ("periodic_tail", 8, 0, 8),
+        ("repeated_ngrams", 4, pytest.approx(3 / 5), 5),
+        ("periodic_tail", 8, 1, 8),
+        ("repeated_ngrams", 4, 0, 7),
+        ("periodic_tail", 8, 0, 10),
     ]
     pooled = weighted_mean(rows, by=["quantity"]).set_index("quantity")["value"]
-    assert pooled["repeated_ngrams"] == pytest.approx(1 / 8)
-    assert pooled["periodic_tail"] == pytest.approx(6 / 14)
+    assert pooled["repeated_ngrams"] == pytest.approx(3 / 12)
+    assert pooled["periodic_tail"] == pytest.approx(8 / 18)
 
 
 # ---- the starts that differ most

@@ -182,12 +182,33 @@ def test_at_the_detectable_difference_the_test_finds_it_four_times_in_five():
         ([3, 2, 4, 5, 3], [1, 1, 2, 2, 1], np.inf, "0.062"),
         ([2] * 8, [1] * 8, np.nan, "differs by as much"),
         ([2, 3] * 4, [2, 3] * 4, np.nan, "no prompt differs"),
+        # 16 swaps change nothing: the four others have 16 signings
+        (
+            [300, 500, 200, 600, *[2] * 16],
+            [1, 2, 1, 2, *[2] * 16],
+            np.inf,
+            "4 of 20 prompts differ: p is at least 0.125",
+        ),
     ],
 )
 def test_where_nothing_can_be_detected_it_is_said(a, b, expected, reason):
     mdd, said = detectable(one_round_each(a, b) if a else np.zeros((0, 4)))
     np.testing.assert_equal(mdd, expected)
     assert reason in said
+
+
+def test_tied_prompts_do_not_make_p_smaller():
+    for size in (1, 1000):
+        tied = one_round_each([size * x for x in (3, 5, 2, 6)] + [2] * 8, [1, 2, 1, 2] + [2] * 8)
+        assert relabelling_p(tied) == 0.125
+        assert detectable(tied, level=0.125)[0] < np.inf
+        assert detectable(tied, level=0.12) == (np.inf, "4 of 12 prompts differ: p is at least 0.125, above 0.12")
+    # a prompt differs if its rounds do, or its tokens do
+    either = np.array(
+        [[4, 1, 4, 2], [3, 1, 3, 3], [5, 2, 5, 1], [2, 1, 3, 1], [4, 1, 2, 1], [3, 2, 4, 2], [1, 1, 1, 1.0]]
+    )
+    assert detectable(either)[0] < np.inf
+    assert detectable(either[1:])[0] == np.inf
 
 
 def test_six_prompts_can_show_something():

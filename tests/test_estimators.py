@@ -149,7 +149,7 @@ def test_estimators_by_hand():
     }
     assert named(frame, "bias")["all_starts_mean"] == pytest.approx(13 / 12 - 1)
     assert set(frame["depth_max"]) == {2}
-    # K = 1: rounds 1, 1, 0 | 0, 1; of eight starts five match
+    # K = 1: rounds 1, 1, 0 | 0, 1; of eight starts five match; the two last rounds have one token left
     shallow = estimates(simulate(upto(table_of(*TWO, depth=2), 1)), samples=20)
     assert named(shallow) == pytest.approx(
         {
@@ -160,6 +160,9 @@ def test_estimators_by_hand():
             "iid_formula": 13 / 8,
         }
     )
+    biases = named(shallow, "bias")
+    assert biases["tau"] == pytest.approx((8 / 5) / (7 / 4) - 1)
+    assert biases["iid_formula"] == pytest.approx((13 / 8) / (7 / 4) - 1)
 
 
 def test_estimators_of_sampled_drafts_by_hand():
@@ -186,8 +189,30 @@ def test_estimators_are_those_of_the_simulation_by_another_way(sampled, finish):
         assert frame.loc[name, "value"] == pytest.approx(getattr(simulation, name))
     tau = simulation.tau_interval(samples=100, seed=5)
     assert tuple(frame.loc["tau", ["value", "low", "high"]]) == pytest.approx(tuple(tau))
-    assert frame.loc["tau", ["bias", "bias_low", "bias_high"]].tolist() == [0, 0, 0]
+    assert frame.loc["tau_uncensored", ["bias", "bias_low", "bias_high"]].tolist() == [0, 0, 0]
+    assert frame.loc["tau", "bias"] == pytest.approx(simulation.tau / simulation.tau_uncensored - 1)
+    assert (frame.loc["tau", "bias"] == 0) == (finish == "stop")
     assert frame.loc["tau", "n"] == pytest.approx(simulation.verify_rounds.sum())
+
+
+@pytest.mark.parametrize(("tokens", "lowered"), [(24, 0.088), (64, 0.031), (127, 0.015)])
+def test_of_independent_acceptance_no_estimator_is_biased_but_tau(tokens, lowered):
+    """Rate .8, K = 8, texts that the limit ended: all four are (1 - .8^9) / .2 exactly, and tau is too low."""
+    sequence = [(0.8,) * min(8, tokens - s) for s in range(tokens)]
+    frame = estimates(simulate(table_of(sequence, sequence, depth=8, sampled=True)), samples=5)
+    right = frame[frame["quantity"] != "tau"]
+    assert right["value"].tolist() == pytest.approx([(1 - 0.8**9) / 0.2] * 4)
+    assert right[["bias", "bias_low", "bias_high"]].to_numpy() == pytest.approx(np.zeros((4, 3)), abs=1e-12)
+    assert 1 / (1 + named(frame, "bias")["tau"]) - 1 == pytest.approx(lowered, abs=6e-4)
+
+
+def test_a_bias_has_an_interval_if_two_prompts_say_what_is_right():
+    """All three have starts with two depths; only the first has rounds with more than two tokens left."""
+    simulation = simulate(acceptance_of([0, 1, 0, 2, 0, 0], [2, 0], [0, 0], depth=2))
+    row = estimates(simulation, samples=50).set_index("quantity").loc["all_starts_mean"]
+    assert row["low"] < row["value"] < row["high"]
+    assert not math.isnan(row["bias"])
+    assert np.isnan([row["bias_low"], row["bias_high"]]).all()
 
 
 def test_an_interval_of_the_bias_is_paired():
@@ -333,12 +358,11 @@ def pooled_conditional(simulation, depth):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_on_texts_that_end_in_eos_it_is_the_rounds_own_conditional_acceptance(sampled):
-    simulation = simulate(random_table(7, sampled=sampled, finish="stop", prompts=12))
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_on_the_walk_it_is_the_rounds_own_conditional_acceptance(sampled, finish):
+    simulation = simulate(random_table(7, sampled=sampled, finish=finish, prompts=12))
     for k in (1, 2, 3):
         assert terms(simulation, k)["conditional_walk"] == pytest.approx(pooled_conditional(simulation, k))
-    cut = simulate(dataclasses.replace(simulation.acceptance, finish=("length",) * 12))
-    assert terms(cut, 1)["conditional_walk"] > pooled_conditional(cut, 1)  # cut rounds have passed all they were asked
 
 
 def test_ability_is_the_match_over_all_starts(varied_trajectory, trained):
@@ -391,11 +415,11 @@ def test_the_experiments_numbers_are_those_of_direct_calls(varied_trajectory, tr
         simulation = simulate(accept(draft.upto(k), varied_trajectory))
         walk = [r.accepted for rounds in simulation.rounds for r in rounds]
         assert table.loc[k, "tau"] == simulation.tau
-        assert table.loc[k, "all_starts_mean %"] == pytest.approx(
-            100 * (simulation.all_starts_mean / simulation.tau - 1)
-        )
+        right = simulation.tau_uncensored
+        assert table.loc[k, "all_starts_mean %"] == pytest.approx(100 * (simulation.all_starts_mean / right - 1))
+        assert table.loc[k, "tau %"] == pytest.approx(100 * (simulation.tau / right - 1))
         assert table.loc[k, "first_draft"] == pytest.approx(np.mean([a >= 1 for a in walk]))
-        assert table.loc[k, "low"] <= table.loc[k, "tau"] <= table.loc[k, "high"]
+        assert table.loc[k, "low"] <= right <= table.loc[k, "high"]
     change = rows[rows["quantity"] == "first_draft_change"].set_index("depth_max")
     assert change["value"].tolist() == pytest.approx((table["first_draft"] - table["first_draft"][1]).tolist())
     assert change.loc[1, ["low", "high"]].tolist() == [0, 0]
@@ -407,7 +431,12 @@ def test_the_experiments_numbers_are_those_of_direct_calls(varied_trajectory, tr
     module.tell("one", rows)
     assert "K = 1 to 4" in capsys.readouterr().out
     both = pd.concat([rows, rows.assign(drafter="two")], ignore_index=True)
-    module.save_panel(module.draw(both), tmp_path / "figure.png")
+    figure = module.draw(both)
+    assert figure.axes[1].get_title() == "bias relative to tau_uncensored"
+    drawn = {line.get_label(): line.get_ydata() for line in figure.axes[1].lines}
+    assert drawn["tau (walk)"].tolist() == pytest.approx(table["tau %"].tolist())
+    assert "tau_uncensored (walk)" not in drawn
+    module.save_panel(figure, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
