@@ -316,6 +316,7 @@ def simulate(
 def _engines(name: str | None, log: Path | None) -> tuple[str, ...]:
     """Names of the tools asked for; refused before any work."""
     from driftlab.engines.conventions import CONVENTIONS
+    from driftlab.engines.logs import check_pair, read_engine_log
 
     if name is None:
         if log is not None:
@@ -325,8 +326,10 @@ def _engines(name: str | None, log: Path | None) -> tuple[str, ...]:
         return ()
     if name != "all" and name not in CONVENTIONS:
         raise DriftlabError(f"--as {name}: no such convention; choose from all, {', '.join(CONVENTIONS)}")
-    if log is not None and (name == "all" or not log.is_file()):
-        raise DriftlabError(f"--log {log}: wants a file, and one tool in --as")
+    if log is not None:
+        if name == "all" or not log.is_file():
+            raise DriftlabError(f"--log {log}: wants a file, and one tool in --as")
+        check_pair(name, read_engine_log(log))
     return tuple(CONVENTIONS) if name == "all" else (name,)
 
 

@@ -244,12 +244,12 @@ class Rounds:
         return _bounds(np.array([pooled_ratio(top(counts), bottom(counts)) for counts in self.scenarios]))
 
     def mean(self, top: Measure, bottom: Measure) -> Interval:
-        """Mean of the requests' ratios; every request has scenarios of its own. Requests without rounds are not in it."""
+        """Mean of the requests' ratios; every request has scenarios of its own.
+
+        A request is in the mean in the scenarios that give it a ratio, so for the bounds it may be in it or not.
+        """
         each = np.array([ratios(top(counts), bottom(counts)) for counts in self.scenarios])
-        each = each[:, ~np.isnan(each[0])]
-        if not each.size:
-            return exact(np.nan)
-        return Interval(*(float(side.mean()) for side in (each[0], np.nanmin(each, axis=0), np.nanmax(each, axis=0))))
+        return Interval(mean_of(each[0]), _smallest_mean(each), -_smallest_mean(-each))
 
     def sum(self, what: Measure) -> Interval:
         """Sum over requests."""
@@ -289,6 +289,17 @@ def value_of(name: str, quantity: str, x: Interval, about: str, last: str, **mor
 
 
 def _bounds(values: np.ndarray) -> Interval:
-    if np.isnan(values[0]):
-        return exact(np.nan)
-    return Interval(float(values[0]), float(np.nanmin(values)), float(np.nanmax(values)))
+    """The first scenario's value, and the ends over all scenarios that have one."""
+    there = values[~np.isnan(values)]
+    return Interval(float(values[0]), float(there.min()), float(there.max())) if len(there) else exact(np.nan)
+
+
+def _smallest_mean(each: np.ndarray) -> float:
+    """Smallest mean over requests of ``each [scenario, request]``; a request that has NaN may be left out."""
+    each = each[:, ~np.isnan(each).all(axis=0)]
+    if not each.size:
+        return float("nan")
+    least, open_ = np.nanmin(each, axis=0), np.isnan(each).any(axis=0)
+    sure, perhaps = least[~open_], np.sort(least[open_])
+    sums, counts = sure.sum() + np.append(0, perhaps.cumsum()), len(sure) + np.arange(len(perhaps) + 1)
+    return float((sums[counts > 0] / counts[counts > 0]).min())

@@ -194,6 +194,43 @@ def test_safeailab_appends_the_token_before_and_sees_the_end_late():
     assert math.isnan(engine_report("safeailab", [of("a", [1], depth=3)])["tokens_per_idx_mean"].value)
 
 
+def alpha_length(requests):
+    """Mean of new_tokens / idxs; a request of one round has idxs = 0 and no ratio."""
+    each = [(sum(rounds) + len(rounds)) / (len(rounds) - 1) for rounds in requests if len(rounds) > 1]
+    return sum(each) / len(each) if each else math.nan
+
+
+@pytest.mark.parametrize("requests", [[[1], [3, 1]], [[0], [3]], [[1], [0, 0], [2, 2, 1]], [[3], [3, 3, 3]]])
+def test_bounds_of_alpha_length_hold_whatever_rounds_came_late(requests):
+    """Every request may end at once, after one or two rounds that accept nothing, or after one that accepts all."""
+    found = engine_report("safeailab", [of(str(n), r, depth=3) for n, r in enumerate(requests)])["tokens_per_idx_mean"]
+    late = [[], [0], [0, 0], [3]]
+    means = [alpha_length([[*r, *more] for r, more in zip(requests, extra, strict=True)])
+             for extra in itertools.product(late, repeat=len(requests))]  # fmt: skip
+    assert found.low <= np.nanmin(means) + 1e-12
+    assert found.high >= np.nanmax(means) - 1e-12
+    assert found.value == pytest.approx(alpha_length(requests), nan_ok=True)
+
+
+def test_bounds_of_alpha_length_by_hand():
+    # 6 / 1 alone; [1] with two idle rounds 4 / 2, [3, 1] with them 8 / 3; [1] with a full round 6 / 1
+    found = engine_report("safeailab", [of("a", [1], depth=3), of("b", [3, 1], depth=3)])["tokens_per_idx_mean"]
+    assert (found.value, found.low, found.high) == pytest.approx((6, (2 + 8 / 3) / 2, 6))
+    alone = engine_report("safeailab", [of("a", [1], depth=3)])["tokens_per_idx_mean"]
+    assert (alone.low, alone.high) == (2, 6)
+
+
+def test_a_ratio_that_has_no_value_keeps_the_bounds_of_where_it_has_one():
+    """A text of the prefill's token alone: no round, or late ones that accept nothing, or all of 3."""
+    found = engine_report("safeailab", [NONE])["tokens_per_round"]
+    assert math.isnan(found.value)
+    assert (found.low, found.high) == (1, 4)
+
+
+def test_specforge_says_which_records_it_wants():
+    assert "first turns only" in engine_report("specforge", THREE)["tokens_per_round_prefill_mean"].about
+
+
 def test_deepspec_counts_an_eos_round_up_to_eos():
     found = engine_report("deepspec", [EOS])
     # lengths 3, 1, 2; proposed 3, 3, 2

@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 
 from driftlab import DriftlabError
-from driftlab.engines.conventions import engine_report
-from driftlab.engines.logs import FORMATS, beside, read_engine_log
+from driftlab.engines.conventions import CONVENTIONS, engine_report
+from driftlab.engines.logs import FORMATS, SPEAKS_FOR, beside, check_pair, read_engine_log
 from driftlab.histogram import RequestHistogram
 
 HEAD = "(APIServer pid=1) INFO 10-26 12:36:16 [metrics.py:96] SpecDecoding metrics: "
@@ -58,21 +60,73 @@ def test_vllm_lines_of_older_versions():
 
 def test_vllm_lines_without_positions_do_not_tell_their_rounds():
     line = f"{HEAD}Mean acceptance length: %s, {SPEEDS}Accepted: %d tokens, Drafted: %d tokens, Avg Draft acceptance rate: %s%%"
-    one = read_engine_log(line % ("1.90", 272, 301, "90.4"))
-    assert one["tokens_per_round"].value == 1.9
+    # 20 / .205 to 20 / .195 rounds, and not more than drafted
+    one = read_engine_log(line % ("1.20", 20, 100, "20.0"))
+    assert (one["rounds"].value, one["rounds"].low, one["rounds"].high) == (None, 98, 100)
+    length = one["tokens_per_round"]
+    assert (length.value, length.low, length.high) == pytest.approx((1.2, 1.195, 1.205))
+    # 272 / .905 = 300.6 to 303.9, not more than 301 drafted: 301 rounds
     both = read_engine_log(line % ("1.90", 272, 301, "90.4") + "\n" + line % ("1.20", 20, 100, "20.0"))
     length = both["tokens_per_round"]
-    assert (length.value, length.low, length.high) == (None, 1.2, 1.9)
+    assert (length.value, length.low, length.high) == (None, 1 + 292 / 401, 1 + 292 / 399)
     assert "rounds" in length.reason
-    assert both["rounds"].value is None
     assert both["accept_rate"].value == pytest.approx(292 / 401)
 
 
-def test_vllm_drafts_of_several_lengths_do_not_tell_their_rounds():
-    # 250 rounds of 1 to 3 drafts: shorter than 3 x 250
+def test_vllm_drafts_of_several_lengths():
+    # 250 rounds of 1 to 3 drafts, fewer than 3 x 250 in all; 206 / .8255 to 206 / .8225 is 250 alone
     log = read_engine_log(window(206, 609, (0.5, 0.2, 0.124), mean=1.824))
-    assert log["rounds"].value is None
-    assert log["tokens_per_round"].value == 1.82
+    assert (log["rounds"].value, log["tokens_per_round"].value) == (250, 1 + 206 / 250)
+
+
+def test_vllm_rounds_at_low_acceptance_are_bounds():
+    # 250 rounds print what 203 rounds of 3 drafts would: 5 / .0215 to 5 / .0185
+    text = window(5, 609, (0.016, 0.004, 0.0), mean=1.02)
+    rounds = read_engine_log(text)["rounds"]
+    assert (rounds.value, rounds.low, rounds.high) == (None, 233, 270)
+    assert "several lengths" in rounds.reason
+    both = read_engine_log(f"{text}\n{REAL}\n")
+    assert (both["rounds"].value, both["rounds"].low, both["rounds"].high) == (None, 203 + 233, 203 + 270)
+    length = both["tokens_per_round"]
+    assert (length.value, length.low, length.high) == (None, 1 + 211 / 473, 1 + 211 / 436)
+    first = both["accept_unconditional", 1]
+    assert first.value is None
+    assert first.low == pytest.approx((0.601 * 203 + 0.016 * 270) / 473 - 0.0005)
+    assert first.high == pytest.approx((0.601 * 203 + 0.016 * 233) / 436 + 0.0005)
+    # nothing accepted: 203 to 609 rounds, all of one token
+    none = read_engine_log(window(0, 609, (0.0, 0.0, 0.0)))
+    assert (none["rounds"].value, none["rounds"].low, none["rounds"].high) == (None, 203, 609)
+    assert (none["tokens_per_round"].low, none["tokens_per_round"].value, none["tokens_per_round"].high) == (1, 1, 1)
+
+
+def test_vllm_full_drafts_are_the_value_where_few_other_rounds_are_possible():
+    # 5000 rounds of 3 drafts, 5075 accepted: 5075 / 1.0165 to 5075 / 1.0135 and not less than 5000
+    log = read_engine_log(window(5075, 15000, (0.601, 0.286, 0.128)))
+    rounds, length = log["rounds"], log["tokens_per_round"]
+    assert (rounds.value, rounds.low, rounds.high) == (5000, 5000, 5007)
+    assert (length.value, length.low, length.high) == (1 + 5075 / 5000, 1 + 5075 / 5007, 1 + 5075 / 5000)
+
+
+def test_vllm_bounds_hold_the_rounds_that_made_the_line():
+    """Rounds of 1 to 3 drafts at random, printed; the true counts must lie in the bounds, whatever they were."""
+    random, low_acceptance = np.random.default_rng(1), 0
+    for _ in range(100):
+        drafts = random.integers(1, 4, size=random.integers(1, 300))
+        accepted = np.minimum(random.geometric(random.uniform(0.4, 1.0), size=len(drafts)) - 1, drafts)
+        at = [float((accepted >= k).mean()) for k in (1, 2, 3)]
+        text = window(accepted.sum(), drafts.sum(), at, mean=1 + accepted.mean())
+        log = read_engine_log(text)
+        true = {"rounds": len(drafts), "tokens_per_round": 1 + accepted.mean()}
+        true |= {("accept_unconditional", k): at[k - 1] for k in (1, 2, 3)}
+        for key, number in true.items():
+            assert log[key].low - 1e-9 <= number <= log[key].high + 1e-9
+        low_acceptance += log["rounds"].value is None
+    assert 10 < low_acceptance < 90
+
+
+def test_a_vllm_log_of_several_K_is_refused():
+    with pytest.raises(DriftlabError, match="line 2 has 1 positions and line 1 3"):
+        read_engine_log(f"{REAL}\n{window(30, 60, (0.5,))}\n")
 
 
 @pytest.mark.parametrize(
@@ -106,17 +160,23 @@ def test_a_vllm_window_without_drafts_changes_nothing():
     assert only["tokens_per_round"].reason
 
 
+# two engines, K = 7: 4816 drafts of which all accept 1 or more, 2576 a third; 2.5348 accepted a draft
 COUNTERS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 4000.0
 vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.7e+09
 vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 816.0
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 33712.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 1.2208e+04
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 4816.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="10"} 0.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 2576.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 28000.0
+vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 5712.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 1.0208e+04
+vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="m"} 2000.0
 """
+_AT = {0: (4000, 4000, 2208, 0, 0, 0, 0), 1: (816, 816, 368, 0, 0, 0, 0)}
+COUNTERS += "".join(
+    f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="{engine}",model_name="m",position="{k}"}} {count}.0\n'
+    for engine, counts in _AT.items()
+    for k, count in reversed(list(enumerate(counts)))
+)
 
 
 def test_vllm_counters_G6():
@@ -126,19 +186,68 @@ def test_vllm_counters_G6():
     assert round(log["tokens_per_round"].value, 2) == 3.53
     assert round(100 * log["accept_rate"].value, 1) == 36.2
     # positions count from 0 there and from 1 here
-    told = [log["accept_unconditional", k].value for k in (1, 2, 3, 11)]
-    assert told == pytest.approx([1, 0, 2576 / 4816, 0])
+    told = [log["accept_unconditional", k].value for k in (1, 2, 3, 7)]
+    assert told == pytest.approx([1, 1, 2576 / 4816, 0])
     assert read_engine_log(COUNTERS.replace("_total", ""))["rounds"].value == 4816
 
 
 def test_two_scrapes_and_missing_counters_are_refused():
-    with pytest.raises(DriftlabError, match="line 13: drafts comes twice"):
+    with pytest.raises(DriftlabError, match="line 26: drafts comes twice"):
         read_engine_log(COUNTERS + COUNTERS)
     without = "\n".join(line for line in COUNTERS.splitlines() if "draft_tokens" not in line)
     with pytest.raises(DriftlabError, match="num_draft_tokens"):
         read_engine_log(without)
-    log = read_engine_log(COUNTERS + "vllm:spec_decode_num_accepted_tok")
-    assert [line for line, _ in log.skipped] == [11]
+    with pytest.raises(DriftlabError, match="line 24: broken counter"):
+        read_engine_log(COUNTERS + "vllm:spec_decode_num_accepted_tok")
+
+
+@pytest.mark.parametrize("place", [*range(2, 3), *range(4, 22)])
+def test_a_lost_broken_or_misnamed_counter_is_refused(place):
+    """Without it, or with another label, the sums would be of different engines."""
+    lines = COUNTERS.splitlines()
+    engine = re.search(r'engine="\d"', lines[place]).group()
+    for other in ([], [lines[place][:-2] + "o"], [lines[place].replace(engine, 'engine="7"')]):
+        with pytest.raises(DriftlabError):
+            read_engine_log("\n".join([*lines[:place], *other, *lines[place + 1 :]]))
+
+
+def scrape(*engines):
+    """Print counters of (engine, model, drafts, draft tokens, accepted by position)."""
+    lines = []
+    for engine, model, drafts, tokens, at in engines:
+        labels = f'engine="{engine}",model_name="{model}"'
+        told = {"drafts": drafts, "draft_tokens": tokens, "accepted_tokens": sum(at)}
+        lines += [f"vllm:spec_decode_num_{name}_total{{{labels}}} {count}" for name, count in told.items()]
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        lines += [f'{name}{{{labels},position="{k}"}} {count}' for k, count in enumerate(at)]
+    return "\n".join(lines)
+
+
+def test_counters_of_two_engines_by_hand():
+    # 1.5 accepted a draft in each
+    two = (0, "m", 100, 300, (80, 50, 20)), (1, "m", 20, 60, (15, 10, 5))
+    log = read_engine_log(scrape(*two))
+    assert (log["tokens_per_round"].value, log["accept_unconditional", 2].value) == (2.5, 0.5)
+    garbled = scrape(*two).replace(
+        'num_drafts_total{engine="1",model_name="m"} 20', 'num_drafts_total{engine="1",model_name="m"} 2o'
+    )
+    with pytest.raises(DriftlabError, match="line 7: broken counter"):
+        read_engine_log(garbled)
+    with pytest.raises(DriftlabError, match="adds up to 150, not to 160"):
+        read_engine_log(scrape(*two).replace(" 150\n", " 160\n"))
+
+
+def test_several_models_or_K_in_one_scrape():
+    a, b = (0, "a", 100, 300, (80, 50, 20)), (0, "b", 100, 100, (40,))
+    assert read_engine_log(scrape(a))["accept_unconditional", 2].value == 0.5
+    with pytest.raises(DriftlabError, match="several models"):
+        read_engine_log(scrape(a, b))
+    with pytest.raises(DriftlabError, match="several K"):
+        read_engine_log(scrape(a, (1, "a", *b[2:])))
+    short = read_engine_log(scrape((0, "a", 100, 280, (80, 50, 20))))  # as n-grams, or near the model's length
+    assert short["tokens_per_round"].value == 2.5
+    assert short["accept_unconditional", 2].value is None
+    assert "several lengths" in short["accept_unconditional", 2].reason
 
 
 def test_vllm_requests():
@@ -155,6 +264,37 @@ def test_vllm_requests():
     assert [log["accept_unconditional", k].value for k in (1, 2, 3)] == pytest.approx([5 / 44, 4 / 44, 4 / 44])
 
 
+def steps(table, drafts, **more):
+    name = more.pop("id", None)
+    entry = {"acceptance_histogram": table, "num_spec_steps": sum(table), "num_draft_tokens": drafts, **more}
+    return json.dumps({"id": name, "metrics": {"speculative_decoding": entry}})
+
+
+def test_vllm_requests_that_contradict_themselves_are_left_out():
+    good = steps([39, 1, 0, 3], 129)
+    for wrong in (steps([39, 1, 0, 3], 129, num_accepted_draft_tokens=25), steps([1, 1], 2, mean_acceptance_length=1.9),
+                  steps([0, 0, 1], 1), steps([1, 0], 4, num_spec_tokens=3),
+                  steps([0, 2], 2, num_spec_tokens="3")):  # fmt: skip
+        log = read_engine_log(f"{good}\n{wrong}\n")
+        assert (log.parts, [line for line, _ in log.skipped], log["accepted"].value) == (1, [2], 10)
+    with pytest.raises(DriftlabError, match="no num_spec_steps and acceptance_histogram and num_draft_tokens"):
+        read_engine_log('{"num_spec_steps": 1, "acceptance_histogram": [1]}')
+
+
+def test_vllm_requests_of_several_K_have_no_rate_by_position():
+    log = read_engine_log(steps([1, 0, 0, 1], 6) + "\n" + steps([1, 1], 2))
+    assert log["tokens_per_round"].value == 2.0
+    assert log["accept_unconditional", 1].value is None
+    assert "several lengths" in log["accept_unconditional", 1].reason
+
+
+def test_a_response_that_comes_again_counts_once():
+    text = "\n".join(steps(table, 3 * sum(table), id=name) for table, name in (([1, 0, 0, 0], "a"), ([1, 0, 0, 1], "a"),
+                                                                              ([0, 1, 0, 0], "b")))  # fmt: skip
+    log = read_engine_log(text)
+    assert (log["rounds"].value, log["accepted"].value, [line for line, _ in log.skipped]) == (3, 4, [1])
+
+
 # ---- SGLang
 
 
@@ -166,12 +306,18 @@ def decode(length, rate=None):
 def test_sglang_windows_print_no_counts():
     one = read_engine_log(decode("2.41", "0.47"))
     assert (one["tokens_per_round"].value, one["accept_rate"].value) == (2.41, 0.47)
+    # printed to two decimals
+    assert (one["tokens_per_round"].low, one["tokens_per_round"].high) == pytest.approx((2.405, 2.415))
     log = read_engine_log("\n".join([decode("2.41", "0.47"), "Prefill batch", decode("3.00", "0.67"), decode("2.4")]))
     assert (log.parts, [line for line, _ in log.skipped]) == (2, [4])
     length = log["tokens_per_round"]
-    assert (length.value, length.low, length.high) == (None, 2.41, 3.0)
+    assert length.value is None
+    assert (length.low, length.high) == pytest.approx((2.405, 3.005))
     assert "no counts" in length.reason
-    assert (log["accept_rate"].low, log["accept_rate"].high) == (0.47, 0.67)
+    assert (log["accept_rate"].low, log["accept_rate"].high) == pytest.approx((0.465, 0.675))
+    part = read_engine_log(decode("2.41", "0.47") + "\n" + decode("3.00"))["accept_rate"]
+    assert (part.value, part.low, part.high) == (None, None, None)
+    assert "1 of 2 windows" in part.reason
     assert read_engine_log(decode("2.41") + "\n")["tokens_per_round"].value == 2.41  # versions without a rate
 
 
@@ -209,6 +355,41 @@ def test_sglang_meta_info_without_accepted_drafts_leaves_them_unknown():
     assert none["tokens_per_round_prefill"].reason
 
 
+def test_sglang_streams_are_cumulative_and_count_once():
+    """The last of a request: 20 tokens in 7 rounds, not 29 in 13."""
+    streamed = [
+        {"meta_info": {"id": "a", "completion_tokens": n, "spec_verify_ct": r}} for n, r in ((3, 2), (6, 4), (20, 7))
+    ]
+    log = read_engine_log("\n".join(map(json.dumps, streamed)))
+    assert (log.parts, log["rounds"].value) == (1, 7)
+    assert log["tokens_per_round_prefill"].value == pytest.approx(20 / 7)
+    assert [line for line, _ in log.skipped] == [1, 2]
+    other = json.dumps({"meta_info": {"id": "b", "completion_tokens": 5, "spec_verify_ct": 2}})
+    assert read_engine_log("\n".join([*map(json.dumps, streamed), other]))["rounds"].value == 9
+
+
+@pytest.mark.parametrize("change", [
+    {"spec_num_correct_drafts": 9, "spec_correct_drafts_histogram": [43, 0, 0, 0]},
+    {"spec_correct_drafts_histogram": [12, 14, 11, 4, 0, 3]},
+    {"spec_num_proposed_drafts": 62},
+    {"spec_correct_drafts_histogram": [43, [0]]},
+    {"spec_num_correct_drafts": "63"},
+])  # fmt: skip
+def test_sglang_requests_that_contradict_themselves_are_left_out(change):
+    log = read_engine_log(json.dumps([META, META | change]))
+    assert (log.parts, [entry for entry, _ in log.skipped]) == (1, [2])
+    assert log["accept_unconditional", 5].value == pytest.approx(3 / 43)
+
+
+def test_sglang_requests_of_several_K_or_without_a_histogram_have_no_rate_by_position():
+    short = {"completion_tokens": 4, "spec_verify_ct": 2, "spec_num_correct_drafts": 1, "spec_num_proposed_drafts": 2}
+    for more in ({"spec_correct_drafts_histogram": [1, 1]}, {}):
+        log = read_engine_log(json.dumps([META, short | more]))
+        assert log["accept_rate"].value == pytest.approx(64 / 217)
+        assert log["accept_unconditional", 1].value is None
+        assert log["accept_unconditional", 1].reason
+
+
 # ---- the others
 
 
@@ -226,7 +407,20 @@ def test_trtllm_report_and_log():
     assert older["accept_rate"].value == 0.4
     lines = "\n".join(f"[{tag}] {row}: {value:.2f}" for tag, value in (("DT", 30), ("ADT", 12), ("DAR", 0.4), ("AL", 2.2))
                       for row in ("MINIMUM", "AVERAGE", "P50    "))  # fmt: skip
-    assert read_engine_log(lines)["tokens_per_iteration"].value == 2.2
+    # to two decimals the averages may be plain or weighted: AL - 1 times (.4 / .405 .. .4 / .395), about
+    told = read_engine_log(lines)
+    assert told["tokens_per_iteration"].value is None
+    length = told["tokens_per_iteration"]
+    assert 2.17 < length.low < 1 + 1.195 * 0.4 / 0.405 < 1 + 1.205 * 0.4 / 0.395 < length.high < 2.23
+    assert "plain or weighted" in length.reason
+    assert (told["tokens_per_iteration_mean"].value, told["accept_rate_mean"].value) == (None, None)
+    assert told["accept_rate"].low < 0.4 < told["accept_rate"].high
+    plain = read_engine_log(lines.replace("[DAR] AVERAGE: 0.40", "[DAR] AVERAGE: 0.50"))["tokens_per_iteration_mean"]
+    assert (plain.value, plain.low, plain.high) == pytest.approx((2.2, 2.195, 2.205))
+    with pytest.raises(DriftlabError, match="2 reports in one log"):
+        read_engine_log(f"{lines}\n{lines.replace('2.20', '1.30')}")
+    with pytest.raises(DriftlabError, match="2 reports in one file"):
+        read_engine_log(json.dumps([{"decoding_stats": stats}, {"decoding_stats": stats}]))
     with pytest.raises(DriftlabError, match="not all there"):
         read_engine_log("[AL] AVERAGE: 2.20\n[DAR] AVERAGE: 0.40\n")
 
@@ -243,6 +437,28 @@ def test_safeailab_answers_count_one_round_too_few():
     assert log["rounds"].value == 10 + 5 + 5
     assert log["tokens_per_round"].value == pytest.approx(52 / 20)
     assert log["tokens_per_idx_mean"].value == pytest.approx(((30 / 9 + 10 / 4) / 2 + 12 / 4) / 2)
+
+
+def answer(question, *choices):
+    return {"question_id": question, "choices": [{"index": i, **choice} for i, choice in enumerate(choices)]}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_answers_count_once_and_with_their_first_choice(nested):
+    """Question 1 comes twice: the last. Of question 3 the first choice is broken, of question 4 without counts."""
+    good, other = {"idxs": [4], "new_tokens": [20]}, {"idxs": [1], "new_tokens": [99]}
+    answers = [answer(1, {"idxs": [9], "new_tokens": [10]}), answer(1, good, other), answer(2, good),
+               answer(3, {"idxs": [None], "new_tokens": [20]}, other), answer(4, {}, other)]  # fmt: skip
+    log = read_engine_log(json.dumps({"answers": answers}) if nested else "\n".join(map(json.dumps, answers)))
+    assert (log.parts, log["rounds"].value, log["tokens_per_round"].value) == (2, 10, 4.0)
+    assert [line for line, _ in log.skipped] == ([1, 1, 1] if nested else [1, 4, 5])
+
+
+def test_nested_lengths_are_broken_entries():
+    with pytest.raises(DriftlabError, match="accept_lengths is .*no numbers"):
+        read_engine_log(json.dumps(answer(1, {"accept_lengths": [[1, 2], [3]]})))
+    with pytest.raises(DriftlabError, match="no numbers"):
+        read_engine_log('{"choices": [{"accept_lengths": [1, NaN]}]}')
 
 
 def test_spec_bench_answers_are_pooled_over_rounds_G2():
@@ -267,6 +483,13 @@ def test_specdec_bench():
     assert log["tokens_per_chunk"].value == (7 + 11) / 8
     assert [log["joint", k].value for k in (1, 3)] == [4 / 8, 3 / 8]
     assert [log["accept_conditional", k].value for k in (1, 3)] == [4 / 8, 3 / 4]
+    untold = read_engine_log(json.dumps([one, {k: v for k, v in two.items() if k != "Request_AL"}]))["average_al"]
+    assert (untold.value, untold.low, untold.high) == (None, 1.5, 3.0)
+    assert "Request_AL" in untold.reason
+    broken = read_engine_log(
+        json.dumps([one, two | {"Request_AL": {"0": "x"}}, two | {"Acceptance_Length_Histogram": {"x": 1}}])
+    )
+    assert (broken.parts, [entry for entry, _ in broken.skipped]) == (1, [2, 3])
 
 
 def test_speculation_profile():
@@ -282,6 +505,9 @@ def test_speculation_profile():
     assert (log["joint", 2].value, log["accept_conditional", 2].value) == (0.3, 0.5)
     with pytest.raises(DriftlabError, match="placeholder"):
         read_engine_log(json.dumps({**profile, "measured": False}))
+    for change in ({"conditional_accept_rates": [0.6]}, {"mean_accept_length": None}):
+        with pytest.raises(DriftlabError, match="differ in length"):
+            read_engine_log(json.dumps({**profile, **change}))
 
 
 def test_speculators_table():
@@ -293,6 +519,11 @@ def test_speculators_table():
     assert (log.format, log.parts, [line for line, _ in log.skipped]) == ("speculators", 2, [4])
     assert log["tokens_per_round"].value == 1 + 500 / 400
     assert log["accept_unconditional", 1].value == pytest.approx((50 + 240) / 400)
+    short = read_engine_log(text.replace("300.0,600.0,420.0", "300.0,590.0,420.0"))
+    assert short["tokens_per_round"].value == 1 + 500 / 400
+    assert short["accept_unconditional", 1].value is None
+    assert [line for line, _ in read_engine_log(text.replace("rag,300.0", "rag,nan")).skipped] == [3, 4]
+    assert [line for line, _ in read_engine_log(text.replace("80.0,1.8", "80.0,1.9")).skipped] == [2, 4]
 
 
 # ---- which format, which file
@@ -322,6 +553,14 @@ def test_files(tmp_path):
         read_engine_log("absent.log")
 
 
+def test_a_byte_order_mark_loses_no_record(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    lines = [json.dumps(answer(n, {"accept_lengths": [n]})) for n in (1, 2)]
+    path.write_text("\n".join(lines), encoding="utf-8-sig")
+    log = read_engine_log(path)
+    assert (log["rounds"].value, log.skipped) == (2, ())
+
+
 # ---- beside
 
 
@@ -345,8 +584,35 @@ def test_beside_says_why_a_side_is_missing():
     frame = beside(ours, log).set_index(["quantity", "position"])
     length, rate = frame.loc[("tokens_per_round", 0)], frame.loc[("accept_rate", 0)]
     assert math.isnan(length["theirs"])
-    assert (length["theirs_low"], length["theirs_high"]) == (2.41, 3.0)
+    assert (length["theirs_low"], length["theirs_high"]) == pytest.approx((2.405, 3.005))
     assert "no counts" in length["reason"]
     assert rate["ours"] == 0.5
     assert math.isnan(rate["theirs"])
     assert rate["reason"] == "sglang-log does not have it"
+
+
+def test_beside_refuses_a_log_of_another_tool():
+    log = read_engine_log(json.dumps(answer(1, {"idxs": [2], "new_tokens": [7]})))
+    ours = [RequestHistogram.of("a", [3, 0, 1], depth=3)]
+    assert (
+        beside(engine_report("safeailab", ours), log).set_index("quantity").loc["tokens_per_round", "theirs"] == 7 / 3
+    )
+    with pytest.raises(DriftlabError, match="safeailab does not belong beside vllm.*choose safeailab"):
+        beside(engine_report("vllm", ours), log)
+
+
+def test_every_format_speaks_for_a_convention():
+    """Whose quantities it has, in part at least; deepspec and our own have no log."""
+    assert set(SPEAKS_FOR) == set(FORMATS)
+    assert {name for names in SPEAKS_FOR.values() for name in names} == set(CONVENTIONS) - {"driftlab", "deepspec"}
+    log = read_engine_log(REAL)
+    check_pair("vllm", log)
+    for name in set(CONVENTIONS) - set(SPEAKS_FOR["vllm-log"]):
+        with pytest.raises(DriftlabError, match="choose vllm or speculators"):
+            check_pair(name, log)
+
+
+def test_a_printed_number_and_an_equal_one_of_ours_overlap():
+    ours = engine_report("sglang-server", [RequestHistogram.of("a", [2, 0, 2], depth=3, end="eos")])
+    row = beside(ours, read_engine_log(decode("2.33"))).set_index("quantity").loc["tokens_per_round"]
+    assert row["theirs_low"] < 7 / 3 < row["theirs_high"]

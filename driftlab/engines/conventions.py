@@ -73,8 +73,11 @@ def engine_report(engine: str, records: Sequence[RequestHistogram]) -> EngineRep
 
 
 def driftlab(records: Sequence[RequestHistogram]) -> EngineReport:
-    """Our own: cut rounds are excluded, EOS rounds count with what they emitted (docs/method.md)."""
-    bonus, eos = table_of(records, "bonus"), table_of(records, "eos")
+    """Our own: cut rounds are excluded, EOS rounds count with what they emitted (docs/method.md).
+
+    The conditional rate alone keeps what is known of cut rounds.
+    """
+    bonus, eos, cut = (table_of(records, kind) for kind in ("bonus", "eos", "cut"))
     counts, last = Counts(bonus + eos), "cut rounds excluded; EOS rounds with what they emitted"
     emitted = counts.tokens - eos.sum(1)  # there is no bonus token behind EOS
     values = [
@@ -86,12 +89,14 @@ def driftlab(records: Sequence[RequestHistogram]) -> EngineReport:
         value_of("accept rate", "accept_rate", _pool(counts.accepted, counts.drafted), "accepted per drafted token", last),
     ]  # fmt: skip
     for k in range(1, records[0].depth + 1):
-        passed, judged = counts.reached(k), counts.reached(k - 1) - eos[:, k - 1]
+        passed, known = counts.reached(k), cut[:, k:].sum(1)
+        judged = counts.reached(k - 1) - eos[:, k - 1] + known
         values += [
             value_of("accept_unconditional", "accept_unconditional", _pool(passed, counts.rounds),
                      "share of rounds that accepted k drafts or more", last, conditional=False, position=k),
-            value_of("accept_conditional", "accept_conditional", _pool(passed, judged),
-                     "of the rounds judged at depth k, the share that accepted", last, conditional=True, position=k),
+            value_of("accept_conditional", "accept_conditional", _pool(passed + known, judged),
+                     "of the rounds judged at depth k, the share that accepted", "as far as the text goes",
+                     conditional=True, position=k),
         ]  # fmt: skip
     return EngineReport("driftlab", "docs/method.md", tuple(values))
 
@@ -182,7 +187,8 @@ def sglang_server(records: Sequence[RequestHistogram]) -> EngineReport:
 
 
 def specforge(records: Sequence[RequestHistogram]) -> EngineReport:
-    """benchmarks/benchmarker/utils.py of SpecForge: SGLang's counts pooled; newer runners average first turns' lengths.
+    """benchmarks/benchmarker/utils.py of SpecForge: SGLang's counts pooled; newer runners average first turns'
+    lengths: what is averaged here are the records given, so they must be first turns only.
 
     It prints 1.0 where no round was made; here that is NaN.
     """
@@ -191,7 +197,7 @@ def specforge(records: Sequence[RequestHistogram]) -> EngineReport:
         value_of("Average Accept length", "tokens_per_round_prefill", _pool(tokens, made),
                  "completion tokens / verify rounds, the prefill's token among them", _AS_KEPT, bonus=True),
         value_of("accept length per request", "tokens_per_round_prefill_mean", _mean(tokens, made),
-                 "newer: mean over the requests' first turns", _AS_KEPT, bonus=True, per="request"),
+                 "newer: mean over first turns, so give records of first turns only", _AS_KEPT, bonus=True, per="request"),
     )  # fmt: skip
     return EngineReport("specforge", "SpecForge, benchmarks/benchmarker/utils.py", values)
 

@@ -1,166 +1,97 @@
-r"""Readers of logs that are lines, one a format; :mod:`driftlab.engines.logs` says which and calls them.
+r"""Readers of texts that are lines, one a format; :mod:`driftlab.engines.logs` says which and calls them.
 
-A reader takes the text and fills a :class:`Found`. Windows, requests and runs are pooled by counts. A line or entry that
-should hold numbers and does not is noted with its number; nothing is guessed in its place.
+A reader takes the text and fills a :class:`driftlab.engines.found.Found`. Windows, requests and runs are pooled by counts. A
+line that should hold numbers and does not is noted with its number, or refused where the rest would be pooled without it.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
+from driftlab.engines.found import SEVERAL_LENGTHS, VLLM, Found, marked
 from driftlab.errors import DriftlabError
 
+_COUNTER = re.compile(r"vllm:spec_decode_num_(\w+?)(?:_total)?(\{.*\})?\s+(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)(?:\s+\d+)?")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
+_BY_POSITION = "accepted_tokens_per_pos"
 
-@dataclass(frozen=True)
-class LogValue:
-    """A number under the tool's ``name`` and our ``quantity``; None with a ``reason`` where the log does not tell it.
-
-    ``low`` and ``high`` bound it where that is known; for an exact number both are the number.
-    """
-
-    name: str
-    quantity: str
-    value: float | int | None
-    position: int = 0
-    low: float | int | None = None
-    high: float | int | None = None
-    reason: str = ""
-
-
-@dataclass
-class Found:
-    """What a reader gathers."""
-
-    parts: int = 0
-    values: list[LogValue] = field(default_factory=list)
-    skipped: list[tuple[int, str]] = field(default_factory=list)
-
-    def add(self, name: str, quantity: str, value: float | int | None, position: int = 0, **more: Any) -> None:
-        """Note a number, exact unless bounds are given."""
-        bounds = {} if value is None else {"low": value, "high": value}
-        self.values.append(LogValue(name, quantity, value, position, **{**bounds, **more}))
-
-    def ratio(self, name: str, quantity: str, top: float | int, bottom: float | int, position: int = 0) -> None:
-        """Note top / bottom; of nothing there is none."""
-        reason = "" if bottom else "nothing was counted: the divisor is 0"
-        self.add(name, quantity, top / bottom if bottom else None, position, reason=reason)
-
-    def counters(
-        self, rounds: float, drafted: float, accepted: float, per_position: Iterable[float], names: str
-    ) -> None:
-        """vLLM's counters and what follows from them."""
-        length, rate, position = names.split("|")
-        self.add("num_drafts", "rounds", rounds)
-        self.add("num_draft_tokens", "draft_tokens", drafted)
-        self.add("num_accepted_tokens", "accepted", accepted)
-        self.ratio(length, "tokens_per_round", rounds + accepted, rounds)
-        self.ratio(rate, "accept_rate", accepted, drafted)
-        for k, passed in enumerate(per_position, 1):
-            self.ratio(position, "accept_unconditional", passed, rounds, k)
-
-
-VLLM = "Mean acceptance length|Avg Draft acceptance rate|Per-position acceptance rate"
-_NUMBER = r"(nan|\d+(?:\.\d+)?)"
-
-
-# ---------------------------------------------------------------------------------------------- lines
-
-
-def vllm_log(text: str, found: Found) -> None:
-    """Accepted and drafted tokens are printed, rounds are not: drafted / K where every draft had K tokens."""
-    accepted = drafted = rounds = 0.0
-    passed: list[float] = []
-    means: list[float] = []
-    why = ""
-    for number, line in _marked(text, "SpecDecoding metrics:"):
-        window = _window(line)
-        if isinstance(window, str):
-            found.skipped.append((number, window))
-            continue
-        found.parts += 1
-        accepted, drafted = accepted + window[0], drafted + window[1]
-        if not window[1]:
-            continue
-        means.append(window[2])
-        made = window[1] / len(window[3]) if window[3] else 0
-        if window[3] and passed and len(window[3]) != len(passed):
-            why = why or f"line {number} has another number of positions"
-        elif not made or abs(1 + window[0] / made - window[2]) > 0.00501:
-            why = why or f"line {number} does not tell its rounds: drafts of several lengths, or no positions printed"
-        else:
-            rounds += made
-            passed = [a + rate * made for a, rate in zip(passed or [0.0] * len(window[3]), window[3], strict=True)]
-    if found.parts and not why:
-        found.counters(rounds, drafted, accepted, passed, VLLM)
-    elif found.parts:
-        found.add("Accepted", "accepted", accepted)
-        found.add("Drafted", "draft_tokens", drafted)
-        found.ratio("Avg Draft acceptance rate", "accept_rate", accepted, drafted)
-        found.add("num_drafts", "rounds", None, reason=why)
-        value = means[0] if len(means) == 1 else None
-        bounds = {"low": min(means), "high": max(means), "reason": "" if len(means) == 1 else why}
-        found.add("Mean acceptance length", "tokens_per_round", value, **bounds)
-
-
-def _window(line: str) -> tuple[float, float, float, list[float]] | str:
-    """Accepted, drafted, mean length and rates by position of a window; a sentence if it is broken."""
-    patterns = (
-        r"\bAccepted: (\d+) tokens",
-        r"\bDrafted: (\d+) tokens",
-        rf"Mean acceptance length: {_NUMBER}",
-        rf"raft acceptance rate: {_NUMBER}%",
-    )
-    parts = [re.search(pattern, line) for pattern in patterns]
-    if not all(parts):
-        return f"broken line: {line.strip()[-60:]!r}"
-    accepted, drafted, mean, rate = (float(part.group(1)) for part in parts)
-    rates = re.search(rf"Per-position acceptance rate: ({_NUMBER}(?:, {_NUMBER})*)", line)
-    if drafted and abs(100 * accepted / drafted - rate) > 0.0501:
-        return f"{accepted:g} of {drafted:g} accepted is not {rate:g} %"
-    positions = [float(x) for x in rates.group(1).split(", ")] if rates else []
-    if positions and drafted and 1 + accepted * len(positions) / drafted < mean - 0.00501:
-        return f"mean length {mean:g} does not fit {len(positions)} positions: the line is cut"
-    if positions and drafted and abs(sum(positions) - (mean - 1)) > 0.00501 + 0.000501 * len(positions):
-        return f"positions {positions} do not add up to {mean:g} - 1: the line is cut"
-    return accepted, drafted, mean, positions
+Labels = frozenset[tuple[str, str]]
 
 
 def vllm_prometheus(text: str, found: Found) -> None:
-    """Counters of one scrape, summed over engines; several scrapes in a file are refused, since counters only grow."""
-    sums: dict[tuple[str, int], float] = {}
-    seen = set()
-    for number, line in _marked(text, "vllm:spec_decode_num_"):
-        if line.startswith("#") or "_created" in line:
-            continue
-        parts = re.fullmatch(r"vllm:spec_decode_num_(\w+?)(?:_total)?(\{.*\})?\s+([\d.eE+]+)(?:\s+\d+)?", line.strip())
-        place = re.search(r'position="(\d+)"', line)
-        if not parts or (parts.group(1) == "accepted_tokens_per_pos") != bool(place):
-            found.skipped.append((number, f"broken line: {line.strip()[-60:]!r}"))
-            continue
-        key = (parts.group(1), int(place.group(1)) if place else -1)
-        if (key, parts.group(2)) in seen:
-            raise DriftlabError(f"line {number}: {key[0]} comes twice: counters only grow, so give one scrape")
-        seen.add((key, parts.group(2)))
-        sums[key] = sums.get(key, 0.0) + float(parts.group(3))
-    wanted = [(name, -1) for name in ("drafts", "draft_tokens", "accepted_tokens")]
-    if absent := [f"num_{name}" for name, _ in wanted if (name, -1) not in sums]:
-        found.skipped.append((0, f"counters {absent} are not there"))
+    """Counters of one scrape, summed over the engines of one model.
+
+    Counters are ratios of sums, so one that is lost makes all of them wrong: a broken line, an engine that is not in every
+    counter, several models or several scrapes (counters only grow) are a :class:`DriftlabError`.
+    """
+    counts = _scrape(text)
+    if not counts:
         return
+    engines = {name: {labels for other, labels, _ in counts if other == name} for name in (*_COUNTERS, _BY_POSITION)}
+    if absent := [f"num_{name}" for name in _COUNTERS if not engines[name]]:
+        raise DriftlabError(f"counters {absent} are not there: give the whole scrape")
+    everyone = set.union(*engines.values())
+    for name, there in engines.items():
+        if there != everyone and (there or name != _BY_POSITION):
+            lacking = sorted(map(sorted, everyone - there))
+            raise DriftlabError(
+                f"num_{name} lacks {lacking[0]}, which other counters have: a line is lost or a label differs"
+            )
+    if len(models := {value for labels in everyone for key, value in labels if key == "model_name"}) > 1:
+        raise DriftlabError(f"counters of several models {sorted(models)}: give the lines of one")
+    sums = [sum(count for (name, _, _), count in counts.items() if name == wanted) for wanted in _COUNTERS]
+    passed = _by_position(counts, everyone) if engines[_BY_POSITION] else []
     found.parts = 1
-    depth = 1 + max((place for _, place in sums), default=-1)
-    passed = [sums.get(("accepted_tokens_per_pos", k), 0.0) for k in range(depth)]
-    found.counters(*(sums[key] for key in wanted), passed, VLLM)
+    why = SEVERAL_LENGTHS if passed and sums[1] != len(passed) * sums[0] else ""
+    found.counters(*sums, passed, VLLM, why)
+
+
+def _scrape(text: str) -> dict[tuple[str, Labels, int], float]:
+    """Counters by name, labels without the position, and position (-1: none)."""
+    counts: dict[tuple[str, Labels, int], float] = {}
+    for number, line in marked(text, "vllm:spec_decode_num_"):
+        if line.startswith("#"):
+            continue
+        parts = _COUNTER.fullmatch(line.strip())
+        labels = dict(_LABEL.findall(parts.group(2) or "")) if parts else {}
+        place = labels.pop("position", "-1")
+        if not parts or (parts.group(1) == _BY_POSITION) != (place != "-1") or not place.removeprefix("-").isdigit():
+            raise DriftlabError(
+                f"line {number}: broken counter {line.strip()[-60:]!r}: what it counted is lost, so the sums would be wrong"
+            )
+        key = (parts.group(1), frozenset(labels.items()), int(place))
+        if key in counts:
+            raise DriftlabError(f"line {number}: {key[0]} comes twice: counters only grow, so give one scrape")
+        if not key[0].endswith("_created"):
+            counts[key] = float(parts.group(3))
+    return counts
+
+
+def _by_position(counts: dict[tuple[str, Labels, int], float], engines: set[Labels]) -> list[float]:
+    """Accepted tokens by position, summed; refused if positions are missing or the sum is not the number accepted."""
+    tables = []
+    for labels in engines:
+        at = {place: count for (name, other, place), count in counts.items() if (name, other) == (_BY_POSITION, labels)}
+        if sorted(at) != list(range(len(at))):
+            raise DriftlabError(f"num_{_BY_POSITION} of {sorted(labels)} has positions {sorted(at)}: some are lost")
+        if (whole := counts["accepted_tokens", labels, -1]) != sum(at.values()):
+            raise DriftlabError(
+                f"num_{_BY_POSITION} of {sorted(labels)} adds up to {sum(at.values()):g}, not to {whole:g} accepted tokens"
+            )
+        tables.append([at[place] for place in sorted(at)])
+    if len(depths := {len(table) for table in tables}) > 1:
+        raise DriftlabError(f"engines of several K {sorted(depths)}: give the lines of one")
+    return [sum(column) for column in zip(*tables, strict=True)]
 
 
 def sglang_log(text: str, found: Found) -> None:
     """A window prints ratios and no counts, so several cannot be pooled: only bounds are known."""
     lengths, rates = [], []
-    for number, line in _marked(text, "accept len:"):
+    for number, line in marked(text, "accept len:"):
         length = re.search(r"(?<!block )accept len: (\d+\.\d\d)\b", line)
         rate = re.search(r"accept rate: (\d+\.\d\d)\b", line)
         if not length or ("accept rate" in line and not rate):
@@ -170,32 +101,38 @@ def sglang_log(text: str, found: Found) -> None:
         lengths.append(float(length.group(1)))
         rates += [float(rate.group(1))] if rate else []
     why = "windows print no counts: the pooled ratio lies between their smallest and largest"
-    for name, quantity, numbers in (("accept len", "tokens_per_round", lengths), ("accept rate", "accept_rate", rates)):
-        if numbers:
-            value = numbers[0] if len(numbers) == 1 else None
-            found.add(
-                name, quantity, value, low=min(numbers), high=max(numbers), reason="" if len(numbers) == 1 else why
-            )
+    if lengths:
+        found.printed("accept len", "tokens_per_round", lengths, 0.005, why)
+    if rates and len(rates) == len(lengths):
+        found.printed("accept rate", "accept_rate", rates, 0.005, why)
+    elif rates:
+        told = f"{len(lengths) - len(rates)} of {len(lengths)} windows print no accept rate"
+        found.add("accept rate", "accept_rate", None, reason=told)
 
 
 def speculators(text: str, found: Found) -> None:
     """acceptance.csv of scripts/evaluate: a row a subset, pooled by counts."""
-    totals, passed = [0.0, 0.0, 0.0], []
+    totals, passed, depths = [0.0, 0.0, 0.0], [], set()
     columns = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     for number, row in enumerate(csv.DictReader(io.StringIO(text)), 2):
         try:
             counts = [float(row[name]) for name in columns]
             names = sorted((n for n in row if n and n.startswith("acceptance_at_pos_")), key=lambda n: int(n[18:]))
             at = [float(row[name]) * counts[0] for name in names]
+            length = float(row.get("acceptance_length") or "nan")
         except (KeyError, TypeError, ValueError) as error:
             found.skipped.append((number, f"broken row ({error})"))
             continue
+        if not all(0 <= count < math.inf for count in (*counts, *at)):
+            found.skipped.append((number, f"broken row: {counts} and {at} must be finite and not negative"))
+            continue
+        if counts[0] and abs(length - 1 - counts[2] / counts[0]) > 0.00501:
+            found.skipped.append((number, f"acceptance_length {length:g} is not 1 + {counts[2]:g} / {counts[0]:g}"))
+            continue
         found.parts += 1
+        depths |= {counts[1] / counts[0]} if counts[0] else set()
         totals = [a + b for a, b in zip(totals, counts, strict=True)]
         passed = [a + b for a, b in zip(passed or [0.0] * len(at), at, strict=True)]
     if found.parts:
-        found.counters(*totals, passed, "acceptance_length|accepted / drafted|acceptance_at_pos_i")
-
-
-def _marked(text: str, mark: str) -> Iterator[tuple[int, str]]:
-    return ((number, line) for number, line in enumerate(text.splitlines(), 1) if mark in line)
+        why = "" if depths <= {float(len(passed))} else SEVERAL_LENGTHS
+        found.counters(*totals, passed, "acceptance_length|accepted / drafted|acceptance_at_pos_i", why)

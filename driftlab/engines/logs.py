@@ -9,8 +9,9 @@ r"""What a tool printed, read from its log or output file, in the terms of :mod:
 
 Windows are pooled by counts; ratios are never averaged over windows (SafeAILab/EAGLE#95). Where a window does not print its
 counts, the pooled ratio is only known to lie between the windows' smallest and largest: the value is None, with bounds and a
-reason. A line that should hold numbers and does not is reported by its number. Not read: SGLang's bench_serving summary,
-speculators' Parquet table, AIPerf's exports, vLLM before V1.
+reason. A line that should hold numbers and does not is reported by its number; where the sums would be wrong without it, the
+text is refused. A record that comes again counts once, as it was last. Not read: SGLang's bench_serving summary, speculators'
+Parquet table, AIPerf's exports, vLLM before V1.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from types import MappingProxyType
 import pandas as pd
 
 from driftlab.engines import jsonreaders, logreaders
-from driftlab.engines.logreaders import Found, LogValue
+from driftlab.engines.found import Found, LogValue
+from driftlab.engines.trtllm import trtllm
+from driftlab.engines.vllmlog import vllm_log
 from driftlab.errors import DriftlabError
 from driftlab.histogram import EngineReport
 
@@ -56,7 +59,8 @@ def read_engine_log(path_or_text: Path | str, format: str = "auto") -> EngineLog
         format: a name of :data:`FORMATS`, or "auto".
 
     Raises:
-        DriftlabError: no such file or format, text that fits no format or several, or no line with numbers in it.
+        DriftlabError: no such file or format, text that fits no format or several, no line with numbers in it, or several
+            reports, servers or models that do not pool.
     """
     is_text = isinstance(path_or_text, str) and re.search(r"[\n{]|: ", path_or_text)
     source = "text" if is_text else str(path_or_text)
@@ -82,7 +86,12 @@ def read_engine_log(path_or_text: Path | str, format: str = "auto") -> EngineLog
 
 
 def beside(report: EngineReport, log: EngineLog) -> pd.DataFrame:
-    """Return a row per quantity (and position): ours with bounds, theirs with bounds, and why one of them is missing."""
+    """Return a row per quantity (and position): ours with bounds, theirs with bounds, and why one of them is missing.
+
+    Raises:
+        DriftlabError: the log is not of the tool that the report is for. Tools use the same words for other numbers.
+    """
+    check_pair(report.engine, log)
     ours = {(v.quantity, v.position): v for v in report.values}
     theirs = {(v.quantity, v.position): v for v in log.values}
     rows = []
@@ -105,12 +114,22 @@ def beside(report: EngineReport, log: EngineLog) -> pd.DataFrame:
     return pd.DataFrame(rows).astype(dict.fromkeys(numbers, "float64"))
 
 
+def check_pair(engine: str, log: EngineLog) -> None:
+    """Raise a DriftlabError unless a log's numbers are those of the convention ``engine`` (:data:`SPEAKS_FOR`)."""
+    fitting = SPEAKS_FOR[log.format]
+    if engine not in fitting:
+        raise DriftlabError(
+            f"{log.source}: a log of format {log.format} does not belong beside {engine}, whose numbers are made otherwise: "
+            f"choose {' or '.join(fitting)}"
+        )
+
+
 _ENDINGS = (("", "value"), ("_low", "low"), ("_high", "high"))
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise DriftlabError(f"{path}: cannot be read as a log ({error.strerror})") from error
 
@@ -118,16 +137,33 @@ def _read(path: Path) -> str:
 #: name -> (what such a text has in it, reader)
 FORMATS: Mapping[str, tuple[str, Callable[[str, Found], None]]] = MappingProxyType(
     {
-        "vllm-log": ("SpecDecoding metrics:", logreaders.vllm_log),
+        "vllm-log": ("SpecDecoding metrics:", vllm_log),
         "vllm-prometheus": ("vllm:spec_decode_num_", logreaders.vllm_prometheus),
         "vllm-requests": ('"num_spec_steps"', jsonreaders.vllm_requests),
         "sglang-log": ("accept len:", logreaders.sglang_log),
         "sglang-meta": ('"spec_verify_ct"', jsonreaders.sglang_meta),
-        "trtllm": (r'"decoding_stats"|\[AL\] AVERAGE', jsonreaders.trtllm),
+        "trtllm": (r'"decoding_stats"|\[AL\] AVERAGE', trtllm),
         "safeailab": ('"idxs"', jsonreaders.safeailab),
         "spec-bench": ('"accept_lengths"', jsonreaders.spec_bench),
         "speed-bench": ('"Acceptance_Length_Histogram"', jsonreaders.speed_bench),
         "modelopt-profile": ('"marginal_accept_rates"', jsonreaders.modelopt_profile),
         "speculators": ("num_drafts,num_draft_tokens", logreaders.speculators),
+    }
+)
+
+#: format -> conventions (:data:`driftlab.engines.conventions.CONVENTIONS`) whose numbers it holds
+SPEAKS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "vllm-log": ("vllm", "speculators"),
+        "vllm-prometheus": ("vllm", "speculators"),
+        "vllm-requests": ("vllm", "speculators", "aiperf"),
+        "sglang-log": ("sglang-server",),
+        "sglang-meta": ("sglang", "specforge"),
+        "trtllm": ("tensorrt-llm",),
+        "safeailab": ("safeailab",),
+        "spec-bench": ("spec-bench",),
+        "speed-bench": ("speed-bench", "speed-bench-trimmed"),  # the file does not say which version made it
+        "modelopt-profile": ("modelopt-profile",),
+        "speculators": ("speculators", "vllm"),
     }
 )
