@@ -269,7 +269,9 @@ def test_tau_of_prompts_is_pooled_over_their_rounds():
     records = [{"prompt": p, "quantity": "tau", "value": tau, "n": n} for p, tau, n in [("a", 4.0, 2), ("b", 1.0, 1)]]
     ax = plotting.plot_tau(as_rows(records, variant="eagle3"))
     assert line(ax, "eagle3").get_xdata().tolist() == [3.0]
-    assert list(line(ax, "_eagle3 span").get_xdata()) == [1.0, 4.0]
+    # resamples of two prompts reach from 1 to 4; t of one degree of freedom, 12.706, over z, 1.960, times the root of 2
+    wider = 12.7062 / 1.95996 * 2**0.5
+    assert list(line(ax, "_eagle3 span").get_xdata()) == pytest.approx([3 - 2 * wider, 3 + 1 * wider], rel=1e-4)
 
 
 def test_a_missing_tau_says_so():

@@ -61,8 +61,10 @@ def test_temperature_then_top_k_then_top_p(sampling, expected):
 
 
 def test_the_nucleus_ends_where_its_mass_is_reached_exactly():
-    assert Sampling(1.0, top_p=0.5).process(torch.zeros(1, 4)).count_nonzero() == 2
-    assert Sampling(1.0, top_p=0.75).process(torch.zeros(1, 4)).count_nonzero() == 3
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    for top_p, kept in ((0.5, 1), (0.75, 2), (0.76, 4)):  # the last two are equals: both stay
+        assert Sampling(1.0, top_p=top_p).process(logits).count_nonzero() == kept
+    assert Sampling(1.0, top_p=0.5).process(torch.zeros(1, 4)).count_nonzero() == 4
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, 9), Sampling(0.9, 0, 0.8), Sampling(1.1, 20, 0.5)])
