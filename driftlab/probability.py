@@ -65,7 +65,7 @@ def _read_probabilities(trajectory: Trajectory, piece: int) -> dict[str, Tensor]
     try:
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("key") == _probability_key(trajectory, piece):
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError):
         pass  # not there or cut short: made again
     return {}

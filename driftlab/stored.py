@@ -59,7 +59,7 @@ def load_draft(path: Path | str) -> Draft | TreeDraft:
     """
     with _opened(Path(path)) as file:
         told = json.loads(file.metadata()["draft"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     common = {"ids": tuple(told["ids"]), "digests": tuple(told["digests"])}
     logits = {name.removeprefix("logits."): tensors.pop(name) for name in list(tensors) if name.startswith("logits.")}
     if "tree" in told:
