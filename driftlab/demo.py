@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from driftlab.account import account
 from driftlab.drafter import SHIPPED, Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic
-from driftlab.measure import MIXED, drafter_sink, probe_rows, replay_rows
+from driftlab.measure import MIXED, drafter_sink, measure, measure_job
 from driftlab.progress import Progress, silent
 from driftlab.prompts import evenly, load_prompts
 from driftlab.report import write_report
@@ -43,11 +42,11 @@ class DemoConfig:
     """Size of the demo. The default fits two CPU cores and a minute or two."""
 
     prompts: int = 16
-    answer_tokens: int = 96
+    answer_tokens: int = 64
     depth: int = 8
     """K of replay, probes and live runs"""
     match_depth: int = 16
-    live_tokens: int = 24
+    live_tokens: int = 16
 
 
 def run_demo(
@@ -106,31 +105,15 @@ def measure_all(
     drafters: dict[str, Drafter], answers: Trajectory, config: DemoConfig, device: str, progress: Progress
 ) -> tuple[pd.DataFrame, dict[str, Simulation]]:
     """Replay every drafter, and probe those of the main comparison; the match is measured deeper than K."""
+    sizes = (config.depth, config.match_depth, (RECENT,))
     if device == "cpu":
-        jobs = [(name, answers.path, config) for name in drafters]
-        measured = run_jobs(_measure_job, jobs, what="measuring", progress=progress)
+        jobs = [(answers.path, name, *sizes, SHIPPED[name][1] == TTT) for name in drafters]
+        measured = run_jobs(measure_job, jobs, what="measuring", progress=progress)
     else:
-        measured = [_measure(name, drafter, answers, config) for name, drafter in drafters.items()]
+        measured = [measure(d, answers, name, *sizes, probe=SHIPPED[name][1] == TTT) for name, d in drafters.items()]
     frames = [frame for frame, _ in measured]
     simulations = dict(zip(drafters, (simulation for _, simulation in measured), strict=True))
     return combine(frames, varying=(*MIXED, "ttt")), simulations
-
-
-def _measure(name: str, drafter: Drafter, answers: Trajectory, config: DemoConfig) -> tuple[pd.DataFrame, Simulation]:
-    rows, simulation = replay_rows(drafter, answers, name, depth=config.depth, match_depth=config.match_depth)
-    if SHIPPED[name][1] == TTT:
-        probed = probe_rows(drafter, answers, name, depth=config.depth, recent=(RECENT,))
-        rows = combine([rows, probed], varying=MIXED)
-    return rows, simulation
-
-
-def _measure_job(
-    name: str, path: Path, config: DemoConfig, report: Callable[[int, int], None]
-) -> tuple[pd.DataFrame, Simulation]:
-    answers = Trajectory.open(path)
-    result = _measure(name, Drafter.load(name, answers).eval(), answers, config)
-    report(1, 1)
-    return result
 
 
 def check_live(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,42 @@ def probe_rows(
     frame = combine([mass.frame(**common), norm.frame(**common)])
     category = {entry.id: entry.category for entry in trajectory.entries}
     return frame.assign(category=frame["prompt"].map(category).astype("str"))
+
+
+def measure(
+    drafter: Drafter,
+    trajectory: Trajectory,
+    name: str,
+    depth: int,
+    match_depth: int,
+    recent: tuple[int, ...] = (8,),
+    *,
+    probe: bool = True,
+) -> tuple[pd.DataFrame, Simulation]:
+    """Replay arg-max drafts and, if wanted, probe: the rows of both, and the simulation."""
+    rows, simulation = replay_rows(drafter, trajectory, name, depth=depth, match_depth=match_depth)
+    if probe:
+        rows = combine([rows, probe_rows(drafter, trajectory, name, depth=depth, recent=recent)], varying=MIXED)
+    return rows, simulation
+
+
+def measure_job(
+    path: Path,
+    name: str,
+    depth: int,
+    match_depth: int,
+    recent: tuple[int, ...],
+    probe: bool,
+    report: Callable[[int, int], None],
+) -> tuple[pd.DataFrame, Simulation]:
+    """:func:`measure` for :func:`driftlab.workers.run_jobs`: recording and drafter by path or name. Here, where a worker
+    need not import what draws or decodes.
+    """
+    trajectory = Trajectory.open(path)
+    drafter = Drafter.load(name, trajectory).eval()
+    result = measure(drafter, trajectory, name, depth, match_depth, recent, probe=probe)
+    report(1, 1)
+    return result
 
 
 def drafter_sink(drafter: Drafter, trajectory: Trajectory, count: int = 5) -> list[tuple[int, float]]:

@@ -144,12 +144,17 @@ def _select(frame: pd.DataFrame, quantity: str) -> pd.DataFrame:
 
 def _curve(rows: pd.DataFrame, samples: int = 2000, seed: int = 0) -> pd.DataFrame:
     parts = []
-    for _, one in rows.groupby(list(VARYING), sort=False):
+    for key, one in rows.groupby(list(VARYING), sort=False):
         _warn_if_unlike(one)
-        for _, cell in _finest(one).groupby("depth"):
-            interval, n = _pooled(cell, samples, seed)
-            parts.append(cell[[*VARYING, "depth"]].iloc[:1].assign(**interval._asdict(), n=n))
-    return pd.concat(parts, ignore_index=True)[[*VARYING, "depth", "value", "n", "low", "high"]]
+        finest = _finest(one)
+        alone = finest[~finest["depth"].duplicated(keep=False)].set_index("depth")
+        for depth, prompts in weighted_mean(finest, ["depth", "prompt"]).groupby("depth"):
+            interval, n = _pooled(prompts, samples, seed)
+            if depth in alone.index:  # a single row keeps its own
+                interval = interval._replace(low=alone.at[depth, "low"], high=alone.at[depth, "high"])
+            parts.append([*key, depth, interval.value, n, interval.low, interval.high])
+    points = pd.DataFrame(parts, columns=[*VARYING, "depth", "value", "n", "low", "high"])
+    return points.astype(rows.dtypes[[*VARYING, "depth"]].to_dict())
 
 
 def _finest(rows: pd.DataFrame) -> pd.DataFrame:
@@ -163,14 +168,11 @@ def _finest(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[whole] if whole.any() else rows
 
 
-def _pooled(cell: pd.DataFrame, samples: int, seed: int) -> tuple[Interval, int]:
-    """Pool the rows of one drafter at one depth; the interval is over prompts, or a single row's own."""
-    prompts = weighted_mean(cell, ["prompt"])
+def _pooled(prompts: pd.DataFrame, samples: int, seed: int) -> tuple[Interval, int]:
+    """Pool the means of prompts, with an interval over them."""
     prompts = prompts[prompts["n"] > 0]
     n = prompts["n"].to_numpy(dtype="float64")
     interval = bootstrap_ratio(prompts["value"].to_numpy() * n, n, samples=samples, seed=seed)
-    if len(cell) == 1:
-        interval = interval._replace(low=cell["low"].iloc[0], high=cell["high"].iloc[0])
     return interval, round(float(n.sum()))
 
 
