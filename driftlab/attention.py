@@ -82,6 +82,7 @@ def attend(
     rows: Int[Tensor, "batch start"],
     segments: Int[Tensor, "batch ctx"],
     scale: float,
+    window: int = 0,
     valid: Bool[Tensor, "batch start"] | None = None,
     controls: Controls | None = None,
     sink_logit: Float[Tensor, " head"] | None = None,
@@ -91,7 +92,8 @@ def attend(
     """Attend from each start to context keys c <= row and to its own chain keys.
 
     ``own`` counts the chain's own keys (0 at depth 1), oldest first; query head h reads kv head h // group, as
-    Hugging Face's repeat_kv does. ``valid`` matters for ``stats.columns`` alone. ``block`` is the number of starts at a
+    Hugging Face's repeat_kv does. ``window``: only the last so many keys are seen, the query's own among them
+    (sliding-window layers); 0: all. ``valid`` matters for ``stats.columns`` alone. ``block`` is the number of starts at a
     time; by default as many as :data:`BLOCK_BYTES` of scores allow. Differentiable in q, k and v.
     """
     batch, heads, starts, _ = q.shape
@@ -117,6 +119,7 @@ def attend(
                 rows[:, span],
                 segments,
                 scale,
+                window,
                 None if valid is None else valid[:, span],
                 _sliced(controls, span),
                 sink_logit,
@@ -136,6 +139,7 @@ def _attend_block(
     rows: Tensor,
     segments: Tensor,
     scale: float,
+    window: int,
     valid: Tensor | None,
     controls: Controls,
     sink_logit: Tensor | None,
@@ -152,9 +156,15 @@ def _attend_block(
     segments = torch.cat([segments, segments.new_full((batch, own), int(Segment.SELF))], 1)
     scores = _controlled(scores, segments, controls)
     hidden = _hidden(rows, context, controls.drop)
+    outside = max(0, own - window) if window else 0  # of the chain's own keys; the query stands at place row + own
+    if window:
+        hidden = hidden | (torch.arange(context, device=rows.device) <= rows[..., None] + own - window)
     if controls.drop is not None and own == 0 and sink_logit is None:
         _refuse_blind(hidden, rows, valid)
-    scores = torch.cat([scores[..., :context].masked_fill(hidden[:, None], -torch.inf), scores[..., context:]], -1)
+    parts = [scores[..., :context].masked_fill(hidden[:, None], -torch.inf), scores[..., context + outside :]]
+    if outside:
+        parts.insert(1, torch.full_like(scores[..., :outside], -torch.inf))
+    scores = torch.cat(parts, -1)
     if sink_logit is None:
         lse = scores.logsumexp(-1)
         p = scores.softmax(-1)
@@ -170,7 +180,7 @@ def _attend_block(
         lse=lse,
         mass=p @ _one_hot(segments, p.dtype)[:, None] if stats.mass else None,
         entropy=_entropy(p) if stats.entropy else None,
-        visible=(~hidden).sum(-1) + own,
+        visible=(~hidden).sum(-1) + own - outside,
         recent=_recent(p, rows, context, stats.recent) if stats.recent else None,
         columns=_columns(p[..., :context], valid) if stats.columns else None,
     )

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from driftlab.drafter import Drafter, DraftState
-from driftlab.drafter.layers import LayerKV
+from driftlab.drafter.blocks import LayerKV
 from driftlab.errors import DriftlabError
 from driftlab.progress import Progress, silent
 from driftlab.sampling import Sampling
@@ -146,7 +146,7 @@ def unroll(
         raise DriftlabError(f"feed {feed!r}: it is 'text' (the recorded text) or 'own' (the drafter's tokens)")
     starts = batch.starts
     drafter.hook_starts(starts, 0)
-    state = drafter.first(batch.tokens[:, 1:], batch.aux[:, :-1], starts)
+    state = drafter.first(batch.tokens[:, 1:], read_states(drafter, batch)[:, :-1], starts)
     while True:
         check_finite(state)
         drafted = greedy_tokens(drafter, state.normed) if feed == "own" else None
@@ -242,7 +242,7 @@ def all_starts(
         raise DriftlabError(
             f'temperatures {list(temperatures)} (above 0) with top {top} (at least 1) are kept along the text: feed="text"'
         )
-    device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+    device, dtype = drafter.device, drafter.dtype
     drafts = []
     done = 0
     for batch in [data] if isinstance(data, Batch) else data.batches(max_tokens):
@@ -284,7 +284,7 @@ class Chain:
         self.drafter = drafter
         self._ids = ("",) * len(prompt_lengths) if ids is None else tuple(ids)
         self.rows = 0
-        self._prompt_lengths = torch.tensor(prompt_lengths, device=drafter.fc.weight.device)
+        self._prompt_lengths = torch.tensor(prompt_lengths, device=drafter.device)
         self._sinks = tuple(sinks)
         self._context: list[LayerKV] | None = None
         self._state: DraftState | None = None
@@ -348,7 +348,7 @@ class Chain:
 def chain(drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: int) -> Int[Tensor, "batch depth"]:
     """Draft one chain per sequence, from row ``rows[b]``, token by token. Equals ``all_starts(feed="own")`` there."""
     check_fits(drafter, batch)
-    batch = batch.to(drafter.fc.weight.device, drafter.fc.weight.dtype)
+    batch = batch.to(drafter.device, drafter.dtype)
     rows = torch.as_tensor(rows, device=batch.tokens.device)
     if len(rows) != len(batch):
         raise DriftlabError(f"rows {rows.tolist()}: give one row for each of the {len(batch)} sequences")
@@ -356,7 +356,7 @@ def chain(drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: i
         raise DriftlabError(f"rows {rows.tolist()}: row t needs token t + 1, so 0 <= t <= length - 2")
     last = int(rows.max()) + 1
     session = Chain(drafter, prompt_lengths=batch.prompt_lengths.tolist(), sinks=batch.sinks, ids=batch.ids)
-    session.extend(batch.tokens[:, 1 : last + 1], batch.aux[:, :last], rows)
+    session.extend(batch.tokens[:, 1 : last + 1], read_states(drafter, batch)[:, :last], rows)
     return session.draft(depth)
 
 
@@ -372,15 +372,16 @@ def check_depth(depth: int) -> None:
 
 
 def check_fits(drafter: Drafter, data: Trajectory | Batch) -> None:
-    """Raise DriftlabError if the recorded states are not those that the drafter's fusion takes."""
+    """Raise DriftlabError if the recorded states are not, or do not hold, those that the drafter takes."""
     config = drafter.config
-    if data.aux_layers and tuple(data.aux_layers) != config.aux_layers:
+    wanted, held = config.aux_layers, tuple(data.aux_layers)
+    if held and not set(wanted) <= set(held):
         raise DriftlabError(
-            f"the drafter reads target states {list(config.aux_layers)}, the recording holds {list(data.aux_layers)}: "
-            f"record with aux_layers={list(config.aux_layers)}"
+            f"the drafter reads target states {list(wanted)}, the recording holds {list(held)}: record with "
+            f"aux_layers={sorted({*wanted, *held})}"
         )
     if isinstance(data, Trajectory):
-        aux, width = len(data.aux_layers), data.spec.hidden_size
+        aux, width = len(held), data.spec.hidden_size
         if data.spec.vocab_size != config.vocab_size:
             raise DriftlabError(
                 f"the drafter is for a vocabulary of {config.vocab_size} tokens, the recorded target has "
@@ -388,11 +389,22 @@ def check_fits(drafter: Drafter, data: Trajectory | Batch) -> None:
             )
     else:
         aux, width = data.aux.shape[2:]
-    if (aux, width) != (len(config.aux_layers), config.target_hidden_size):
+    few = bool(wanted) and not held and aux != len(wanted)
+    if few or width != config.target_hidden_size:
         raise DriftlabError(
-            f"the drafter's fc.weight takes {len(config.aux_layers)} states of width {config.target_hidden_size}, the "
+            f"the drafter's fc.weight takes {len(wanted)} states of width {config.target_hidden_size}, the "
             f"recording has {aux} of width {width}"
         )
+
+
+def read_states(drafter: Drafter, batch: Batch) -> Float[Tensor, "batch pos aux d_target"]:
+    """Return the target states that the drafter reads: its aux layers of those recorded, or the final one after its norm."""
+    wanted, held = drafter.config.aux_layers, tuple(batch.aux_layers)
+    if not wanted:
+        return batch.last_hidden[:, :, None]
+    if not held or held == wanted:
+        return batch.aux
+    return batch.aux[:, :, [held.index(layer) for layer in wanted]]
 
 
 def _joined(drafts: Sequence[Draft]) -> Draft:

@@ -272,5 +272,5 @@ def drafter_settings(drafter: Drafter) -> dict[str, Any]:
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "ttt": config.ttt,
-        "dtype": str(drafter.fc.weight.dtype).removeprefix("torch."),
+        "dtype": str(drafter.dtype).removeprefix("torch."),
     }

@@ -79,7 +79,7 @@ def accept_siblings(
     chosen = text_probabilities(trajectory)
     target = Sampling(trajectory.settings["temperature"], trajectory.settings["top_k"], trajectory.settings["top_p"])
     for index in range(len(trajectory)):
-        batch = trajectory.batch([index]).to(drafter.fc.weight.device, drafter.fc.weight.dtype)
+        batch = trajectory.batch([index]).to(drafter.device, drafter.dtype)
         first, rows = int(batch.prompt_lengths[0]) - 1, batch.starts.rows.shape[1]
         states = trajectory[index].last_hidden
         # a stream of its own, so that a sequence's numbers do not depend on which others are there

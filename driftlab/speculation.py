@@ -116,10 +116,9 @@ def speculate(
         raise DriftlabError(f"max_new_tokens {max_new_tokens} must be at least 1: the prefill gives a token")
     if not prompt_ids:
         raise DriftlabError("the prompt has no token: there is nothing to condition on")
-    if drafter.config.aux_layers != target.aux_layers:
+    if drafter.config.aux_layers and drafter.config.aux_layers[-1] > target.spec.num_layers:
         raise DriftlabError(
-            f"the drafter reads target states {list(drafter.config.aux_layers)}, the target captures "
-            f"{list(target.aux_layers)}: load the target with aux_layers={list(drafter.config.aux_layers)}"
+            f"the drafter reads target states {list(drafter.config.aux_layers)}, the target has {target.spec.num_layers} layers"
         )
     loop = _Loop(target, drafter, list(prompt_ids), max_new_tokens, sampling, drafting)
     loop.decide = partial(verify, rule, roll=loop.roll, epsilon=epsilon, delta=delta)
@@ -145,8 +144,8 @@ class _Loop:
         self.decide: Callable[..., tuple[int, int]] = partial(verify, "argmax", roll=self.roll)
         (self.dice,) = streams([prompt], sampling.seed)
         (self.draft_dice,) = streams([[-1, *prompt]], sampling.seed)
-        self.adapter, self.layers, self.eos = target.adapter, target.aux_layers, set(target.spec.eos_ids)
-        self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+        self.adapter, self.layers, self.eos = target.adapter, drafter.config.aux_layers, set(target.spec.eos_ids)
+        self.device, self.dtype = drafter.device, drafter.dtype
         self.chain = Chain(drafter, prompt_lengths=[len(prompt)])
         self.cache = self.adapter.new_cache()
         self.limit, self.answer, self.rounds, self.finish = limit, [], [], ""
@@ -260,12 +259,13 @@ class _Loop:
         return torch.rand(1, generator=self.dice, dtype=torch.float64)
 
     def _forward(self, tokens: list[int], start: int) -> tuple[Tensor, Tensor]:
-        """Run the target on ``tokens`` at positions ``start``...; return its logits after each, and the aux states."""
+        """Run the target on ``tokens`` at positions ``start``...; return its logits after each, and what is read."""
         ids = torch.tensor([tokens], device=self.adapter.device)
         positions = torch.arange(start, start + len(tokens), device=self.adapter.device)[None]
         with self.adapter.capturing(self.layers) as states:
             hidden = self.adapter.hidden(ids, cache=self.cache, positions=positions)
-        aux = torch.stack([states[k].to(self.device, self.dtype) for k in self.layers], 2)
+        read = [states[k] for k in self.layers] or [hidden]
+        aux = torch.stack([state.to(self.device, self.dtype) for state in read], 2)
         return self.adapter.logits(hidden)[0], aux
 
     def _emit(self, tokens: list[int]) -> int:

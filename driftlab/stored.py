@@ -164,7 +164,7 @@ def _altered(drafter: Drafter) -> bool:
 
 def _fingerprint(drafter: Drafter) -> str:
     """Hash of what decides the drafts: configuration, every tensor (the target's tables too), dtype."""
-    digest = hashlib.sha256(f"{type(drafter).__qualname__} {drafter.config} {drafter.fc.weight.device}".encode())
+    digest = hashlib.sha256(f"{type(drafter).__qualname__} {drafter.config} {drafter.device}".encode())
     tensors = {**dict(drafter.named_parameters()), **dict(drafter.named_buffers())}
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

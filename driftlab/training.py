@@ -189,7 +189,7 @@ class _Run:
         self, drafter: Drafter, trajectory: Trajectory, config: TrainConfig, held_out: Trajectory | None
     ) -> None:
         self.drafter, self.trajectory, self.config, self.held_out = drafter, trajectory, config, held_out
-        self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+        self.device, self.dtype = drafter.device, drafter.dtype
         wide = torch.promote_types(self.dtype, torch.float32)
         self.head_rows = trajectory.head.lm_head[drafter.draft_vocab.cpu()].to(self.device, wide)
         self.autocast = uses_bfloat16(self.device) if config.autocast == "auto" else config.autocast == "bfloat16"

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from driftlab.draft import LOGIT_BLOCK_BYTES, Chain, check_depth, check_finite, check_fits, text_digest
+from driftlab.draft import LOGIT_BLOCK_BYTES, Chain, check_depth, check_finite, check_fits, read_states, text_digest
 from driftlab.drafter import Drafter, DraftState
 from driftlab.errors import DriftlabError
 from driftlab.progress import Progress, silent
@@ -193,13 +193,13 @@ def tree_all_starts(
     check_fits(drafter, data)
     if not len(data):
         raise DriftlabError("there is no sequence to draft for")
-    device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+    device, dtype = drafter.device, drafter.dtype
     parts: list[TreeDraft] = []
     for batch in [data] if isinstance(data, Batch) else data.batches(max_tokens):
         batch = batch.to(device, dtype)
         starts = batch.starts
         drafter.hook_starts(starts, 0)
-        state = drafter.first(batch.tokens[:, 1:], batch.aux[:, :-1], starts)
+        state = drafter.first(batch.tokens[:, 1:], read_states(drafter, batch)[:, :-1], starts)
         tokens, parents, depths = (x.cpu() for x in grow(drafter, state, tree))
         digests = tuple(text_digest(row[:n]) for row, n in zip(batch.tokens.cpu(), batch.lengths.tolist(), strict=True))
         parts.append(

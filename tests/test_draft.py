@@ -1,5 +1,7 @@
 """Two executors of one recursion: they agree with each other, and with the recursion written out the slow way."""
 
+import dataclasses
+
 import pytest
 import torch
 from builders import random_batch
@@ -387,7 +389,7 @@ def test_states_that_the_drafter_does_not_read_are_refused(make_drafter, tiny_tr
     from driftlab import DriftlabError, all_starts, chain
 
     other = make_drafter(aux_layers=(1, 3, 4))
-    with pytest.raises(DriftlabError, match=r"\[1, 3, 4\].*\[1, 3, 5\].*aux_layers=\[1, 3, 4\]"):
+    with pytest.raises(DriftlabError, match=r"\[1, 3, 4\].*\[1, 3, 5\].*aux_layers=\[1, 3, 4, 5\]"):
         all_starts(other, tiny_trajectory, 2)
     wider = random_batch((9,), (5,), width=48)
     fewer = random_batch((9,), (5,), width=WIDTH, aux=2)
@@ -395,6 +397,29 @@ def test_states_that_the_drafter_does_not_read_are_refused(make_drafter, tiny_tr
         for run in (lambda batch=batch: all_starts(other, batch, 2), lambda batch=batch: chain(other, batch, [4], 2)):
             with pytest.raises(DriftlabError, match=told):
                 run()
+
+
+def test_of_a_recording_with_more_states_the_drafter_reads_its_own(make_drafter):
+    from driftlab import all_starts, chain
+
+    drafter = make_drafter(aux_layers=(1, 4))
+    more = dataclasses.replace(random_batch((9, 7), (5, 3), width=WIDTH), aux_layers=(1, 3, 4))
+    just = dataclasses.replace(more, aux=more.aux[:, :, [0, 2]], aux_layers=(1, 4))
+    for run in (lambda b: all_starts(drafter, b, 3).tokens, lambda b: chain(drafter, b, [4, 4], 3)):
+        assert torch.equal(run(more), run(just))
+
+
+def test_without_aux_layers_the_final_state_is_read(make_drafter):
+    from driftlab import all_starts, chain
+
+    drafter = make_drafter(aux_layers=(), fc_norm=False)
+    batch = random_batch((9, 7), (5, 3), width=WIDTH)
+    other_aux = dataclasses.replace(batch, aux=batch.aux * 2)
+    random = torch.randn(batch.last_hidden.shape, generator=torch.Generator().manual_seed(3))
+    other_last = dataclasses.replace(batch, last_hidden=random)
+    for run in (lambda b: all_starts(drafter, b, 3, feed="own").tokens, lambda b: chain(drafter, b, [4, 4], 3)):
+        assert torch.equal(run(batch), run(other_aux))
+        assert not torch.equal(run(batch), run(other_last))
 
 
 def test_no_sequence_is_an_error(tiny_trajectory, make_drafter):

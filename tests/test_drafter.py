@@ -244,7 +244,7 @@ def test_the_statistic_of_a_norm_is_float32_and_eps_is_under_the_root():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_positions_are_not_rounded_with_the_drafter(dtype):
     """bfloat16 has no 257: a cast of the whole drafter must not reach the angles."""
-    from driftlab.drafter.layers import Rotary
+    from driftlab.drafter.rotary import Rotary
 
     class Holder(torch.nn.Module):
         def __init__(self):
@@ -260,7 +260,7 @@ def test_positions_are_not_rounded_with_the_drafter(dtype):
 
 
 def test_rotary_turns_half_split_pairs_by_position_over_frequency():
-    from driftlab.drafter.layers import Rotary
+    from driftlab.drafter.rotary import Rotary
 
     x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).view(1, 1, 1, 4)
     turned = Rotary(4, 100.0)(x, torch.tensor([[3]])).flatten()
@@ -424,7 +424,7 @@ def test_what_does_not_fit_the_target_is_named_with_its_shape():
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"draft_vocab_size": 62}, r"draft_vocab_size 62 is not in 1\.\.vocab_size 61"),
         ({"draft_vocab_size": 0}, "draft_vocab_size 0"),
-        ({"aux_layers": ()}, "one or more distinct layers"),
+        ({"aux_layers": ()}, "aux_layers is empty"),
         ({"aux_layers": (3, 1)}, "ascending"),
         ({"aux_layers": (2, 2, 1)}, "distinct"),
         ({"aux_layers": (-1, 2)}, ">= 0"),

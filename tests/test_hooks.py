@@ -212,11 +212,11 @@ def test_an_exception_in_the_block_removes_the_hooks(drafter, batch):
 
 def test_statistics_are_computed_only_while_somebody_listens(drafter, batch, monkeypatch):
     from driftlab.attention import Stats
-    from driftlab.drafter import layers
+    from driftlab.drafter import blocks
 
     asked = []
-    original = layers.attend
-    monkeypatch.setattr(layers, "attend", lambda *args, **kw: asked.append(kw["stats"]) or original(*args, **kw))
+    original = blocks.attend
+    monkeypatch.setattr(blocks, "attend", lambda *args, **kw: asked.append(kw["stats"]) or original(*args, **kw))
     run(drafter, batch)
     assert asked == [Stats()] * DEPTH
     drafter.layers[0].self_attn.recent_windows = (4,)

@@ -1,11 +1,14 @@
 """The live loop: its text is that of plain decoding, its rounds are those of the replay, its cache holds no trace."""
 
+import dataclasses
+
 import pytest
 import torch
-from conftest import BOS, EOS, TinyTokenizer, tiny_llama, tiny_model
+from conftest import BOS, EOS, TinyTokenizer, tiny_model
 
 from driftlab import (
     Chain,
+    Drafter,
     DriftlabError,
     DynamicTree,
     StaticTree,
@@ -279,10 +282,15 @@ def test_what_cannot_run_is_refused(varied_target, trained, change, told):
         speculate(varied_target, trained["eagle3"], **arguments)
 
 
-def test_a_drafter_for_other_states_is_refused(trained):
-    other = Target(tiny_llama(), TinyTokenizer(), aux_layers=(2, 4, 6))
-    told = (
-        r"reads target states \[1, 3, 5\], the target captures \[2, 4, 6\]: load the target with aux_layers=\[1, 3, 5\]"
-    )
-    with pytest.raises(DriftlabError, match=told):
-        speculate(other, trained["eagle3"], [BOS, 5], depth=2, max_new_tokens=4)
+def test_the_live_loop_captures_what_the_drafter_reads(varied_target, trained):
+    """Whatever states the target records: the drafter's are captured."""
+    other = Target(varied_target.adapter.model, varied_target.tokenizer, aux_layers=(2, 4, 6))
+    runs = [speculate(t, trained["eagle31"], [BOS, 5], depth=2, max_new_tokens=8) for t in (varied_target, other)]
+    assert runs[0].rounds == runs[1].rounds
+    assert runs[0].tokens == runs[1].tokens
+
+
+def test_a_drafter_for_a_deeper_target_is_refused(varied_target, trained):
+    config = dataclasses.replace(trained["eagle3"].config, aux_layers=(1, 3, 99))
+    with pytest.raises(DriftlabError, match=r"reads target states \[1, 3, 99\], the target has \d+ layers"):
+        speculate(varied_target, Drafter(config, varied_target), [BOS, 5], depth=2, max_new_tokens=4)

@@ -1,12 +1,14 @@
-r"""The EAGLE-3 drafter with the two switches of EAGLE 3.1, each a module substitution made in ``__init__``.
+r"""The EAGLE-3 drafter with the two switches of EAGLE 3.1, each a module substitution made in ``__init__``; MTP heads alike.
 
-    c_t  = concat_i  N_i(h_t^(k_i))         N_i: RMSNorm if fc_norm, else identity
+    c_t  = concat_i  N_i(h_t^(k_i))         N_i: RMSNorm if fc_norm, else identity (after one over the concat: norm_before_fc)
     g_t  = W_fc c_t                         target states only, never the drafter's own
     u    = layers(embedding, s)             s = g_t at depth 1, the feedback deeper
     y    = RMS(u);  logits = W_lm y         the head always reads the normed state
     feedback = y if norm_output else u
 
-(EAGLE-3: arXiv 2503.01840; the switches: arXiv 2605.09992.)
+An MTP head (DeepSeek-V3, arXiv 2412.19437; Qwen3-Next; GLM-4.5), and an EAGLE-3 drafter with use_aux_hidden_state false,
+read the target's final state after its norm: g_t is that state, without fc. (EAGLE-3: arXiv 2503.01840; the switches:
+arXiv 2605.09992.)
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from driftlab.drafter.blocks import LayerKV
 from driftlab.drafter.config import DrafterConfig
-from driftlab.drafter.layers import FirstLayer, Layer, LayerKV, RMSNorm
+from driftlab.drafter.layers import Layer, first_layer
+from driftlab.drafter.norms import RMSNorm
 from driftlab.errors import DriftlabError
 from driftlab.hooks import HookedModule, HookPoint
 from driftlab.segments import Starts
@@ -38,7 +42,7 @@ class Table(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Hook points of the fusion. Its weights stand beside it, where real checkpoints have them: fc, fc_norm.i."""
+    """Hook points of the fusion. Its weights stand beside it, where real checkpoints have them: fc, fc_norm.i, input_norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,14 +119,18 @@ class Drafter(HookedModule):
         _check_fits(config, head)
         self._target_head = None if config.lm_head == "own" else head
         width, eps = config.hidden_size, config.rms_norm_eps
-        aux = range(len(config.aux_layers))
+        aux, fused = range(config.states_read), config.states_read * config.target_hidden_size
+        plus_one = config.norm_plus_one
         self.fusion = Fusion()
+        self.input_norm = RMSNorm(fused, eps, plus_one=plus_one) if config.norm_before_fc else nn.Identity()
         self.fc_norm = nn.ModuleList(
-            RMSNorm(config.target_hidden_size, eps) if config.fc_norm else nn.Identity() for _ in aux
+            RMSNorm(config.target_hidden_size, eps, plus_one=plus_one) if config.fc_norm else nn.Identity() for _ in aux
         )
-        self.fc = nn.Linear(len(aux) * config.target_hidden_size, width, bias=False)
-        self.layers = nn.ModuleList([FirstLayer(config), *(Layer(config) for _ in range(config.num_hidden_layers - 1))])
-        self.norm = RMSNorm(width, eps)
+        self.fc = nn.Linear(fused, width, bias=config.fc_bias) if config.aux_layers else nn.Identity()
+        self.layers = nn.ModuleList(
+            [first_layer(config), *(Layer(config, index) for index in range(1, config.num_hidden_layers))]
+        )
+        self.norm = RMSNorm(width, eps, plus_one=plus_one) if config.head_norm else nn.Identity()
         self.hook_starts = HookPoint()  # the Starts of a run, at depth 0, before its first depth
         self.hook_normed = HookPoint()  # [batch start d_model]
         self.hook_feedback = HookPoint()  # [batch start d_model]
@@ -136,7 +144,7 @@ class Drafter(HookedModule):
                 )
             self.set_draft_vocab(draft_vocab)
         self.embed_tokens = (
-            nn.Embedding(config.vocab_size, width) if config.own_embed else Table(head.embed.to(self.fc.weight.device))
+            nn.Embedding(config.vocab_size, width) if config.own_embed else Table(head.embed.to(self.device))
         )
         if config.lm_head == "own":
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
@@ -160,12 +168,24 @@ class Drafter(HookedModule):
             )
         self._config = config
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.layers[0].input_layernorm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are, and what states are computed in."""
+        return self.layers[0].input_layernorm.weight.dtype
+
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, (nn.Linear, nn.Embedding)):
                     module.weight.normal_(0, 0.02, generator=generator)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    module.bias.zero_()
 
     @classmethod
     def load(cls, path: str | Path, target: Any = None, *, aux_layers: Sequence[int] | None = None) -> Drafter:
@@ -200,7 +220,7 @@ class Drafter(HookedModule):
     @property
     def draft_vocab(self) -> Int[Tensor, " draft_vocab"]:
         """Target id of every draft id."""
-        ids = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
+        ids = torch.arange(self.config.draft_vocab_size, device=self.device)
         return ids + self.d2t if self.reduced else ids
 
     def to_target(self, draft_ids: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
@@ -209,14 +229,14 @@ class Drafter(HookedModule):
 
     def fuse(self, aux: Float[Tensor, "batch row aux d_target"]) -> Float[Tensor, "batch row d_model"]:
         """Project captured target states (fc in their order, ascending by layer)."""
-        dtype = self.fc.weight.dtype
-        states = self.fusion.hook_states(aux.to(dtype), 1)
-        normed = torch.stack([norm(state) for norm, state in zip(self.fc_norm, states.unbind(2), strict=True)], 2)
+        states = self.fusion.hook_states(aux.to(self.dtype), 1)
+        scaled = self.input_norm(states.flatten(2)).view_as(states)
+        normed = torch.stack([norm(state) for norm, state in zip(self.fc_norm, scaled.unbind(2), strict=True)], 2)
         return self.fusion.hook_fused(self.fc(self.fusion.hook_aux(normed, 1).flatten(2)), 1)
 
     def embed(self, tokens: Int[Tensor, "batch row"]) -> Float[Tensor, "batch row d_model"]:
         """Embed target ids."""
-        return nn.functional.embedding(tokens, self.embed_tokens.weight).to(self.fc.weight.dtype)
+        return nn.functional.embedding(tokens, self.embed_tokens.weight).to(self.dtype)
 
     def first(
         self,
@@ -235,6 +255,8 @@ class Drafter(HookedModule):
         counted = torch.zeros_like(positions).scatter_add(1, starts.rows - offset, starts.valid.long()) > 0
         every = Starts(positions, counted, starts.segments, starts.ids)
         embed, hidden, kv = self.embed(tokens), self.fuse(aux), []
+        if self.config.zero_first_embedding:
+            embed = embed.masked_fill((positions == 0)[..., None], 0.0)
         for index, layer in enumerate(self.layers):
             last = index == len(self.layers) - 1
             hidden, layer_kv = layer.first(
@@ -257,7 +279,8 @@ class Drafter(HookedModule):
 
     def logits(self, normed: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch draft_vocab"]:
         """Draft logits of normed states, over the draft vocabulary."""
-        return nn.functional.linear(normed, self.lm_head.weight.to(normed.dtype))
+        logits = nn.functional.linear(normed, self.lm_head.weight.to(normed.dtype))
+        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
     def forward(
         self, tokens: Int[Tensor, "batch pos"], aux: Float[Tensor, "batch pos aux d_target"]
@@ -275,7 +298,7 @@ class Drafter(HookedModule):
         rows = head.lm_head[self.draft_vocab.to(head.lm_head.device)] if self.reduced else head.lm_head
         if config.lm_head == "target_with_norm":
             rows = rows.float() * head.norm_weight.float()
-        self.lm_head = Table(rows.to(self.fc.weight))
+        self.lm_head = Table(rows.to(self.device, self.dtype))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -293,8 +316,8 @@ def _check_fits(config: DrafterConfig, head: TargetHead | None) -> None:
     vocab, width = head.embed.shape
     if width != config.target_hidden_size:
         raise DriftlabError(
-            f"drafter does not fit the target: fc takes states {config.target_hidden_size} wide (fc.weight "
-            f"[{config.hidden_size}, {len(config.aux_layers) * config.target_hidden_size}]), the target's are {width}"
+            f"drafter does not fit the target: it takes states {config.target_hidden_size} wide (fc.weight "
+            f"[{config.hidden_size}, {config.states_read * config.target_hidden_size}]), the target's are {width}"
         )
     if vocab != config.vocab_size:
         raise DriftlabError(
