@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from driftlab.speculation import speculate
     from driftlab.stored import load_draft, save_draft
     from driftlab.target import Target
-    from driftlab.training import TrainConfig, choose_draft_vocab, split, train
+    from driftlab.training import TrainConfig, split, train
     from driftlab.trajectory import Trajectory
     from driftlab.trees import DynamicTree, StaticTree, tree_all_starts
+    from driftlab.vocabulary import choose_draft_vocab
 
 _HOME = {
     "acceptance": ("Acceptance", "accept"),
@@ -60,9 +61,10 @@ _HOME = {
     "speculation": ("speculate",),
     "stored": ("load_draft", "save_draft"),
     "target": ("Target",),
-    "training": ("TrainConfig", "choose_draft_vocab", "split", "train"),
+    "training": ("TrainConfig", "split", "train"),
     "trajectory": ("Trajectory",),
     "trees": ("DynamicTree", "StaticTree", "tree_all_starts"),
+    "vocabulary": ("choose_draft_vocab",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -9,7 +9,8 @@ import pandas as pd
 from driftlab.breakdown import buckets, repetition_records
 from driftlab.comparisons import compare
 from driftlab.estimators import decompose, estimates
-from driftlab.results import as_rows, weighted_mean
+from driftlab.intervals import weighted_mean
+from driftlab.results import as_rows
 from driftlab.simulation import Expected, Simulation
 from driftlab.trajectory import Trajectory
 

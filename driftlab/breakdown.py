@@ -20,7 +20,7 @@ from torch import Tensor
 from driftlab.draft import Draft, text_digest
 from driftlab.errors import DriftlabError
 from driftlab.estimators import round_counts, start_weights, uncensored_starts
-from driftlab.results import bootstrap_ratio
+from driftlab.intervals import bootstrap_ratio
 from driftlab.simulation import Expected, Simulation
 from driftlab.trajectory import Trajectory
 

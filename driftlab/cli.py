@@ -153,7 +153,8 @@ def train(
     from driftlab import VARIANTS, Drafter, TrainConfig, Trajectory, choose_draft_vocab
     from driftlab import train as run
     from driftlab.devices import usable_device
-    from driftlab.training import coverage, held_out_numbers, split
+    from driftlab.training import held_out_numbers, split
+    from driftlab.vocabulary import coverage
 
     trajectory = Trajectory.open(recording)
     learning, held = split(trajectory, held_out) if held_out else (trajectory, None)
@@ -214,8 +215,9 @@ def probe(
         device: where the drafters run.
     """
     from driftlab import Trajectory
+    from driftlab.intervals import weighted_mean
     from driftlab.measure import MIXED, probe_rows
-    from driftlab.results import combine, provenance, weighted_mean, write_rows
+    from driftlab.results import combine, provenance, write_rows
 
     trajectory = Trajectory.open(recording)
     trajectory = trajectory if sink is None else trajectory.with_sinks(sink)

@@ -27,7 +27,7 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
 from driftlab.errors import DriftlabError
-from driftlab.results import pooled_ratio
+from driftlab.intervals import pooled_ratio
 from driftlab.simulation import Expected, Simulation, difference
 
 _ROUNDING = 1e-9

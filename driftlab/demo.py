@@ -20,16 +20,17 @@ from driftlab.account import account
 from driftlab.drafter import SHIPPED, Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic
+from driftlab.intervals import weighted_mean
 from driftlab.measure import MIXED, drafter_sink, measure, measure_job
 from driftlab.progress import Progress, silent
 from driftlab.prompts import evenly, load_prompts
 from driftlab.report import write_report
-from driftlab.results import combine, provenance, weighted_mean, write_rows
+from driftlab.results import combine, provenance, write_rows
 from driftlab.simulation import Simulation
 from driftlab.speculation import speculate
 from driftlab.target import Target
-from driftlab.training import coverage
 from driftlab.trajectory import Trajectory
+from driftlab.vocabulary import coverage
 from driftlab.workers import run_jobs
 
 RECENT = 8

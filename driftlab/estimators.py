@@ -42,7 +42,7 @@ import pandas as pd
 from driftlab.acceptance import accept
 from driftlab.draft import Draft
 from driftlab.errors import DriftlabError
-from driftlab.results import Interval, percentile_interval
+from driftlab.intervals import Interval, percentile_interval
 from driftlab.simulation import Expected, Simulation, simulate
 from driftlab.trajectory import Batch, Trajectory
 

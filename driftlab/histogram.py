@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from driftlab.errors import DriftlabError
-from driftlab.results import Interval, pooled_ratio
+from driftlab.intervals import Interval, pooled_ratio
 
 ENDS = ("bonus", "eos", "cut")
 _SLACK = 1e-9

@@ -27,7 +27,8 @@ from matplotlib.ticker import LogLocator
 
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic
-from driftlab.results import NEUTRAL, TOGGLES, VARYING, Interval, bootstrap_ratio, mixed_settings, weighted_mean
+from driftlab.intervals import Interval, bootstrap_ratio, weighted_mean
+from driftlab.results import NEUTRAL, TOGGLES, VARYING, mixed_settings
 
 COLORS = sns.color_palette("colorblind").as_hex()
 #: norm_output off, on
@@ -89,7 +90,7 @@ def theme() -> Iterator[None]:
 def curve(frame: pd.DataFrame, quantity: str, *, samples: int = 2000, seed: int = 0) -> pd.DataFrame:
     """Return one quantity by depth: ``results.VARYING`` (a drafter), ``depth``, ``value``, ``n``, ``low``, ``high``.
 
-    Heads, layers and prompts are pooled by ``results.weighted_mean``; rows for a mean (head -1, prompt "") count only
+    Heads, layers and prompts are pooled by ``intervals.weighted_mean``; rows for a mean (head -1, prompt "") count only
     where the finer ones are absent. With two or more prompts the interval is a 95 % bootstrap over them; a single row
     keeps its own. No row of that quantity, or more than one ``window``, is a :class:`DriftlabError`; averaging over
     rows whose settings differ (other than ``seed``) warns.

@@ -30,7 +30,7 @@ import numpy as np
 from driftlab.acceptance import Acceptance, share
 from driftlab.errors import DriftlabError
 from driftlab.histogram import RequestHistogram
-from driftlab.results import Interval, bootstrap_difference, bootstrap_ratio, pooled_ratio
+from driftlab.intervals import Interval, bootstrap_difference, bootstrap_ratio, pooled_ratio
 from driftlab.trees import SampledTree
 
 End = Literal["bonus", "eos", "cut"]

@@ -24,10 +24,11 @@ from driftlab import Drafter, ProgressBar, Target, Trajectory, accept, all_start
 from driftlab.breakdown import repetition_records
 from driftlab.draft import Draft
 from driftlab.estimators import decompose, estimates_by_depth, start_weights
+from driftlab.intervals import bootstrap_difference, weighted_mean
 from driftlab.measure import MIXED, settings
 from driftlab.plotting import COLORS, FEW, GREY, save_panel, theme
 from driftlab.prompts import evenly
-from driftlab.results import as_rows, bootstrap_difference, combine, provenance, weighted_mean, write_rows
+from driftlab.results import as_rows, combine, provenance, write_rows
 from driftlab.simulation import Expected, Simulation
 
 REFERENCE = "tau_uncensored"

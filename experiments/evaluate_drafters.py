@@ -31,7 +31,8 @@ from driftlab import (
 )
 from driftlab.files import atomic
 from driftlab.prompts import encode
-from driftlab.training import coverage, split
+from driftlab.training import split
+from driftlab.vocabulary import coverage
 from driftlab.workers import run_jobs
 
 DEPTHS = (1, 2, 4, 8, 16)

@@ -23,7 +23,8 @@ import tyro
 from driftlab import VARIANTS, Drafter, ProgressBar, Target, TrainConfig, Trajectory, choose_draft_vocab, train
 from driftlab.files import atomic, write_json
 from driftlab.results import provenance
-from driftlab.training import coverage, split
+from driftlab.training import split
+from driftlab.vocabulary import coverage
 from driftlab.workers import run_jobs
 
 HELD_OUT = 0.05

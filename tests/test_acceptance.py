@@ -10,8 +10,8 @@ from conftest import VOCAB
 from driftlab import DriftlabError, accept, all_starts, simulate
 from driftlab.draft import Draft
 from driftlab.results import as_rows
-from driftlab.training import coverage
 from driftlab.trajectory import Batch
+from driftlab.vocabulary import coverage
 
 
 def batch_of(*texts, prompts, finish=None, width=4):

@@ -11,7 +11,8 @@ from test_simulation import acceptance_of, text_with_rounds
 
 from driftlab import DriftlabError, accept, all_starts, simulate
 from driftlab.breakdown import buckets, most_different, repetition, repetition_records
-from driftlab.results import as_rows, weighted_mean
+from driftlab.intervals import weighted_mean
+from driftlab.results import as_rows
 
 
 def lines(frame, *columns):

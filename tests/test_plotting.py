@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from driftlab import plotting, results
+from driftlab import intervals, plotting, results
 from driftlab.errors import DriftlabError
 from driftlab.results import as_rows
 
@@ -61,7 +61,7 @@ def test_a_curve_pools_heads_and_prompts_by_their_n():
     point = plotting.curve(as_rows(records, variant="eagle3"), "mass_sink").iloc[0]
     assert point["value"] == pytest.approx((0.3 * 20 + 0.7 * 80) / 100)
     assert point["n"] == 100
-    expected = results.bootstrap_ratio([0.3 * 20, 0.7 * 80], [20, 80])
+    expected = intervals.bootstrap_ratio([0.3 * 20, 0.7 * 80], [20, 80])
     assert (point["low"], point["high"]) == pytest.approx((expected.low, expected.high))
 
 
@@ -122,7 +122,7 @@ def test_lines_carry_the_values_and_the_looks_of_the_two_switches():
 def test_the_band_is_the_bootstrap_over_prompts():
     frame = rows_of("eagle3", "match", {"a": [0.2, 0.4], "b": [0.6, 0.8], "c": [0.1, 0.9]})
     band = plotting.plot_match(frame).collections[0].get_paths()[0].vertices
-    expected = results.bootstrap_ratio(np.array([0.2, 0.6, 0.1]) * 20, [20] * 3)
+    expected = intervals.bootstrap_ratio(np.array([0.2, 0.6, 0.1]) * 20, [20] * 3)
     first = band[band[:, 0] == 1][:, 1]
     assert (first.min(), first.max()) == pytest.approx((expected.low, expected.high))
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from driftlab import results
 from driftlab.errors import DriftlabError
-from driftlab.results import as_rows, bootstrap_difference, bootstrap_ratio, combine, pooled_ratio, weighted_mean
+from driftlab.intervals import bootstrap_difference, bootstrap_ratio, pooled_ratio, weighted_mean
+from driftlab.results import as_rows, combine
 
 SETTINGS = {"variant": "eagle31", "target": "tiny", "drafter": "d0", "depth_max": 4, "feed": "text", "starts": "all"}
 

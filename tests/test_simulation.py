@@ -11,7 +11,8 @@ from test_acceptance import batch_of, draft_of, oracle
 
 from driftlab import accept, all_starts, engine_report, simulate
 from driftlab.acceptance import Acceptance
-from driftlab.results import COLUMNS, as_rows, weighted_mean
+from driftlab.intervals import weighted_mean
+from driftlab.results import COLUMNS, as_rows
 from driftlab.simulation import Round, Simulation, walk
 
 

@@ -32,7 +32,8 @@ from driftlab import (
 from driftlab.draft import unroll
 from driftlab.files import atomic
 from driftlab.losses import LOSSES, TargetDistribution
-from driftlab.training import answer_rows, batch_loss, coverage, held_out_numbers, schedule, split, uses_bfloat16
+from driftlab.training import answer_rows, batch_loss, held_out_numbers, schedule, split, uses_bfloat16
+from driftlab.vocabulary import coverage
 
 # 2 batches an epoch: 7 steps; rows of the log at steps 2, 4, 6 and 7
 CONFIG = TrainConfig(ttt=2, lr=3e-3, batch_size=2, epochs=3.5, save_every=0, log_every=2)

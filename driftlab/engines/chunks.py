@@ -26,7 +26,7 @@ from driftlab.histogram import (
     table_of,
     value_of,
 )
-from driftlab.results import Interval
+from driftlab.intervals import Interval
 
 _ALL = "chunks as streamed: the prefill's too, limit and EOS rounds with what they emitted, perhaps without EOS"
 _TINY = 1e-9

@@ -33,7 +33,7 @@ from driftlab.histogram import (
     table_of,
     value_of,
 )
-from driftlab.results import Interval, pooled_ratio
+from driftlab.intervals import Interval, pooled_ratio
 
 #: quantities that a tree of drafts does not have
 CHAIN_ONLY = (
