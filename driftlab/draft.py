@@ -378,7 +378,7 @@ def check_fits(drafter: Drafter, data: Trajectory | Batch) -> None:
     if held and not set(wanted) <= set(held):
         raise DriftlabError(
             f"the drafter reads target states {list(wanted)}, the recording holds {list(held)}: record with "
-            f"aux_layers={sorted({*wanted, *held})}"
+            f"aux_layers={list(wanted)}, or with those of several drafters for all of them"
         )
     if isinstance(data, Trajectory):
         aux, width = len(held), data.spec.hidden_size
