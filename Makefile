@@ -1,6 +1,8 @@
 # Each target makes its own virtual environment on first use. Override the interpreter with PYTHON=python3.12.
 PYTHON ?= python3
 VENV := .venv
+# test processes; each takes one thread and about 1.5 GB
+WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -16,7 +18,7 @@ demo: $(READY)  ## the main job: from a real model to the drift picture, in runs
 	$(BIN)/driftlab demo
 
 test: $(READY)  ## all tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 check: $(READY)  ## style, import directions, notebooks, figures
 	$(BIN)/ruff check .

@@ -231,9 +231,18 @@ def test_a_missing_norm_is_named_and_not_made_of_ones(plain):
 def test_a_norm_over_the_concatenation_is_no_fc_norm(plain):
     """speculators#610: two things are called EAGLE 3.1; the tensor says which."""
     folder = plain(own_tables(fc_norm=False))
-    refused(edit(folder, tensors={"input_norm.weight": torch.ones(96)}), r"norm_before_fc")
-    refused(edit(folder, {"norm_before_fc": True}), "norm_before_fc=True is not supported")
-    refused(edit(folder, {"norm_before_fc": False, "eagle_config": {**IDS, "norm_before_fc": True}}), "norm_before_fc")
+    before = load(edit(folder, tensors={"input_norm.weight": torch.ones(96)}))
+    assert (before.config.norm_before_fc, before.config.fc_norm) == (True, False)
+    assert any("norm_before_fc" in note and "tensors win" in note for note in before.notes)
+    # states of rms 1, 10, 100: one norm over all three keeps their ratios
+    unit = torch.ones(1, 1, 3, 32) * torch.tensor([1.0, 10.0, 100.0])[:, None]
+    with torch.no_grad():
+        normed = before.input_norm(unit.flatten(2)).view(3, 32)
+    torch.testing.assert_close(normed[:, 0], torch.tensor([0.0172, 0.1723, 1.7234]), rtol=1e-3, atol=1e-4)
+    edit(folder, without=["input_norm.weight"])
+    refused(edit(folder, {"norm_before_fc": True}), r"norm_before_fc is true, but the file has no input_norm\.weight")
+    nested = {"norm_before_fc": False, "eagle_config": {**IDS, "norm_before_fc": True}}
+    refused(edit(folder, nested), r"eagle_config\.norm_before_fc is True, and norm_before_fc is False")
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
@@ -401,16 +410,12 @@ def test_theta_may_stand_in_rope_parameters(plain, outer):
     assert load(folder).config.rope_theta == 5e5
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        {"rope_scaling": {"type": "llama3", "factor": 8.0}},
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
-    ],
-)
-def test_an_unknown_rope_type_is_named(plain, settings):
-    refused(plain(**settings), "rope type 'llama3' is not supported")
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_an_unknown_rope_type_is_named(plain, key):
+    refused(
+        plain(rope_scaling={key: "longrope", "factor": 8.0}),
+        "rope type 'longrope' is not supported, only default, linear",
+    )
 
 
 def test_a_default_rope_type_is_fine(plain):
@@ -424,9 +429,11 @@ def test_a_default_rope_type_is_fine(plain):
 def test_an_unknown_setting_is_named(plain):
     refused(plain(gated_attention=True), r"does not know: \['gated_attention'\]")
     refused(plain(eagle_config={**IDS, "norm_output": True}), r"does not know: \['eagle_config\.norm_output'\]")
-    refused(plain(attention_bias=True), "attention_bias=True is not supported")
+    refused(plain(attention_bias=True), r"attention_bias is true, but the file has no q_proj\.bias")
     refused(plain(hidden_act="gelu"), "hidden_act='gelu'")
-    refused(plain(eagle_config={**IDS, "use_aux_hidden_state": False}), "use_aux_hidden_state=False")
+    refused(
+        plain(eagle_config={**IDS, "use_aux_hidden_state": False}), "use_aux_hidden_state is false, but there is an fc"
+    )
     refused(edit(plain(), without=["intermediate_size"]), r"missing \['intermediate_size'\]")
 
 
@@ -445,7 +452,7 @@ def test_missing_and_broken_files_are_named(plain, tmp_path):
     refused(folder, "not valid JSON")
     folder = plain()
     (folder / "model.safetensors").unlink()
-    refused(folder, "does not exist: a drafter folder holds")
+    refused(folder, "has no weights: none of model.safetensors")
 
 
 def test_wrong_shapes_are_named(plain):

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from driftlab import DriftlabError, cli
+from driftlab.cli.common import named
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_interrupted_work_says_how_to_go_on(monkeypatch, capsys):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_target", stop)
+    monkeypatch.setattr(cli.recording, "load_target", stop)
     with pytest.raises(SystemExit) as stopped:
         run_main(monkeypatch, "record", "out")
     assert stopped.value.code == 130
@@ -169,12 +170,12 @@ def test_drafters_get_names_that_tell_them_apart(tmp_path):
     from pathlib import Path
 
     out = Path("rows.csv")
-    assert list(cli._named((Path("runs/a"), Path("runs/b")), out)) == ["a", "b"]
-    assert list(cli._named((Path("ttt1/eagle31"), Path("ttt4/eagle31")), out)) == ["ttt1/eagle31", "ttt4/eagle31"]
+    assert list(named((Path("runs/a"), Path("runs/b")), out)) == ["a", "b"]
+    assert list(named((Path("ttt1/eagle31"), Path("ttt4/eagle31")), out)) == ["ttt1/eagle31", "ttt4/eagle31"]
     for paths, where, message in (
         ((), out, "at least one"),
         ((Path("a"), Path("./a")), out, "twice"),
         ((Path("a"),), Path("rows.txt"), "parquet or .csv"),
     ):
         with pytest.raises(DriftlabError, match=message):
-            cli._named(paths, where)
+            named(paths, where)

@@ -188,11 +188,13 @@ class Drafter(HookedModule):
                     module.bias.zero_()
 
     @classmethod
-    def load(cls, path: str | Path, target: Any = None, *, aux_layers: Sequence[int] | None = None) -> Drafter:
-        """Load a checkpoint folder, or a shipped drafter by name; see :func:`driftlab.drafter.checkpoint.load`."""
+    def load(
+        cls, path: str | Path, target: Any = None, *, aux_layers: Sequence[int] | None = None, **given: Any
+    ) -> Drafter:
+        """Load a checkpoint of any known format, or a shipped drafter by name; see :func:`driftlab.drafter.checkpoint.load`."""
         from driftlab.drafter.checkpoint import load
 
-        return load(path, target, aux_layers=None if aux_layers is None else tuple(aux_layers))
+        return load(path, target, aux_layers=None if aux_layers is None else tuple(aux_layers), **given)
 
     def save(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Save as a checkpoint folder; see :func:`driftlab.drafter.checkpoint.save`."""

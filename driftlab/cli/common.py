@@ -1,0 +1,86 @@
+"""What the subcommands share: loading by name with a progress bar, naming, words for tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from driftlab.errors import DriftlabError
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+def progress_bar() -> Any:
+    """Return a bar on stderr."""
+    from driftlab.progress import ProgressBar
+
+    return ProgressBar()
+
+
+def dtype_of(name: str) -> Any:
+    """Return the torch dtype of a name."""
+    import torch
+
+    return getattr(torch, name)
+
+
+def load_target(name: str, device: str, dtype: str, aux_layers: tuple[int, ...] | None) -> Any:
+    """Load a target with a progress bar."""
+    from driftlab import Target
+
+    return Target.load(
+        name, device=device, dtype=dtype_of(dtype), aux_layers=aux_layers or None, progress=progress_bar()
+    )
+
+
+def open_lender(name: str) -> Any:
+    """Open a recording, or load a target."""
+    from driftlab import Trajectory
+
+    if (Path(name) / "trajectory.json").is_file():
+        return Trajectory.open(Path(name))
+    return load_target(name, "cpu", "float32", None)
+
+
+def load_drafter(path: Path, trajectory: Any, device: str) -> Any:
+    """Load a drafter for a recording; what was assumed goes to stderr."""
+    from driftlab import Drafter
+    from driftlab.devices import usable_device
+
+    drafter = Drafter.load(path, trajectory).to(usable_device(device)).eval()
+    for note in drafter.notes:
+        print(f"{path.name}: {note}", file=sys.stderr)
+    return drafter
+
+
+def named(paths: tuple[Path, ...], out: Path) -> dict[str, Path]:
+    """Give each drafter folder the shortest name, from its end, that no other has; refuse ``out`` before any work."""
+    if not paths:
+        raise DriftlabError("name at least one drafter folder")
+    if out.suffix not in (".parquet", ".csv"):
+        raise DriftlabError(f"{out}: rows are written as .parquet or .csv")
+    folders = [path.resolve() for path in paths]
+    if len(set(folders)) < len(folders):
+        raise DriftlabError("the same drafter folder is named twice")
+    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-parts:]) for folder in folders]
+        if len(set(names)) == len(names):
+            break
+    return dict(zip(names, paths, strict=True))
+
+
+def sink_words(trajectory: Any) -> str:
+    """Say where the sink is, and how that is known."""
+    report = trajectory.sink_report
+    if tuple(report["positions"]) != trajectory.sinks:
+        return f"positions {list(trajectory.sinks)} (given)"
+    if not report["found"]:
+        return f"position 0, assumed ({report['reason']})"
+    top = report["top"][0]
+    return f"position {top['position']} ({top['token']!r}, mean mass {top['mass']:.2f} in the target)"
+
+
+def table_words(table: Any) -> str:
+    """Return a table as text."""
+    return table.to_string(index=False, float_format=lambda x: f"{x:.3f}", na_rep="")

@@ -1,0 +1,188 @@
+"""What is measured on a recording: probe, simulate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from driftlab.cli.common import load_drafter, named, progress_bar, sink_words, table_words
+from driftlab.errors import DriftlabError
+
+
+def probe(
+    recording: Positional[Path],
+    drafters: Positional[tuple[Path, ...]],
+    out: Path = Path("runs/probe.parquet"),
+    depth: int = 8,
+    feed: Literal["text", "own"] = "own",
+    recent: tuple[int, ...] = (8,),
+    sink: tuple[int, ...] | None = None,
+    device: str = "cpu",
+) -> None:
+    """Measure attention mass, entropy and state norms per draft depth; write them as rows and print the means.
+
+    Args:
+        recording: folder that `driftlab record` wrote.
+        drafters: one or more drafter folders, or names of shipped drafters (smollm2-eagle31, ...).
+        out: .parquet or .csv.
+        depth: K.
+        feed: own: the drafter's tokens (deployed behaviour); text: the recorded text.
+        recent: windows w of the mass on the last w keys.
+        sink: sink positions; default those found in the target.
+        device: where the drafters run.
+    """
+    from driftlab import Trajectory
+    from driftlab.intervals import weighted_mean
+    from driftlab.measure import MIXED, probe_rows
+    from driftlab.results import combine, provenance, write_rows
+
+    trajectory = Trajectory.open(recording)
+    trajectory = trajectory if sink is None else trajectory.with_sinks(sink)
+    frames = [
+        probe_rows(load_drafter(path, trajectory, device), trajectory, name, depth=depth, feed=feed, recent=recent)
+        for name, path in named(drafters, out).items()
+    ]
+    rows = combine(frames, varying=MIXED)
+    write_rows(out, rows, provenance({"recording": recording.name, "depth": depth, "feed": feed}))
+    means = weighted_mean(rows, ["drafter", "quantity", "window", "depth"])
+    table = means.pivot(index=["drafter", "quantity", "window"], columns="depth", values="value")
+    print(table.to_string(float_format=lambda x: f"{x:.4g}", na_rep=""))
+    print(f"\ntarget {trajectory.spec.label}; sink {sink_words(trajectory)}; {out}")
+
+
+def simulate(
+    recording: Positional[Path],
+    drafters: Positional[tuple[Path, ...]],
+    out: Path = Path("runs/simulate.parquet"),
+    depth: int | None = None,
+    rule: Literal["argmax", "rejection", "block", "exact", "q1"] = "argmax",
+    draft_temperature: float | None = None,
+    draft_top_k: int | None = None,
+    draft_top_p: float | None = None,
+    tree: tuple[int, int, int] | None = None,
+    chains: int | None = None,
+    as_: Annotated[str | None, tyro.conf.arg(name="as")] = None,
+    log: Path | None = None,
+    details: bool = False,
+    drafts: Path | None = None,
+    device: str = "cpu",
+) -> None:
+    """Replay drafters on a recording: tau with its interval, and what other estimators would say. Without the target.
+
+    With several drafters each is compared with the first, on the same prompts, p-values adjusted for their number.
+
+    Args:
+        recording: folder that `driftlab record` wrote.
+        drafters: one or more drafter folders, or names of shipped drafters (smollm2-eagle31, ...).
+        out: .parquet or .csv.
+        depth: K, drafted tokens a round; default 8.
+        rule: drafts are the arg max, or sampled and verified by this rule (in expectation, given the text).
+        draft_temperature: of sampled drafts; default the recording's.
+        draft_top_k: of sampled drafts, 0 off; default the recording's.
+        draft_top_p: of sampled drafts, 1 off; default the recording's.
+        tree: draft a dynamic tree a round: depth, nodes expanded a depth (and children of each), nodes that stay.
+        chains: draft so many arg-max chains a round, from the most probable first tokens; of ``depth`` tokens each.
+        as_: say what this tool would print, e.g. vllm; "all" for every tool.
+        log: a tool's log or output file, shown beside what ``--as`` says it would print.
+        details: also tau by position, context and category, and conditional acceptance by its parts.
+        drafts: folder in which drafts are kept, so that another rule or a smaller K needs no drafting.
+        device: where the drafters run.
+    """
+    from driftlab import DynamicTree, StaticTree, Trajectory
+    from driftlab.account import account
+    from driftlab.account import details as detailed
+    from driftlab.measure import MIXED, replay_rows, tree_rows
+    from driftlab.results import combine, provenance, write_rows
+
+    engines = _engines(as_, log)
+    sampled = {"draft_temperature": draft_temperature, "draft_top_k": draft_top_k, "draft_top_p": draft_top_p}
+    shape = None
+    if tree is not None or chains is not None:
+        if (
+            (tree is not None and chains is not None)
+            or rule != "argmax"
+            or any(v is not None for v in sampled.values())
+        ):
+            raise DriftlabError("--tree, --chains and sampled drafts are ways to draft: give one of them")
+        if tree is not None and depth is not None:
+            raise DriftlabError("the first number of --tree is its depth: leave --depth out")
+        shape = StaticTree.chains(chains, depth or 8) if tree is None else DynamicTree(*tree)
+    depth = 8 if depth is None else depth
+    trajectory = Trajectory.open(recording)
+    folders = named(drafters, out)
+    loaded = {name: load_drafter(path, trajectory, device) for name, path in folders.items()}
+    replayed = {}
+    for name, drafter in loaded.items():
+        how: dict[str, Any] = {"drafts": drafts, "progress": progress_bar()}
+        if shape is None:
+            replayed[name] = replay_rows(drafter, trajectory, name, depth=depth, rule=rule, **sampled, **how)
+        else:
+            replayed[name] = tree_rows(drafter, trajectory, name, shape, **how)
+    rows = combine([frame for frame, _ in replayed.values()], varying=MIXED)
+    settings = {"recording": recording.name, "depth": depth if shape is None else shape.depth, "rule": rule, **sampled}
+    write_rows(out, rows, provenance({**settings, "tree": None if shape is None else shape.label}))
+    simulations = {name: simulation for name, (_, simulation) in replayed.items()}
+    tables = account(simulations, trajectory)
+    if details:
+        lengths = {name: drafter.config.trained_length for name, drafter in loaded.items()}
+        tables |= detailed(simulations, trajectory, trained_lengths=lengths)
+    for title, table in tables.items():
+        print(f"{title}\n{table_words(table)}\n")
+    _print_engines(engines, log, simulations)
+    print(_said(trajectory, next(iter(simulations.values())), rule, shape), out, sep="; ")
+
+
+def _engines(name: str | None, log: Path | None) -> tuple[str, ...]:
+    """Names of the tools asked for; refused before any work."""
+    from driftlab.engines.conventions import CONVENTIONS
+    from driftlab.engines.logs import check_pair, read_engine_log
+
+    if name is None:
+        if log is not None:
+            raise DriftlabError(
+                f"--log is shown beside what a tool would print: add --as, one of {', '.join(CONVENTIONS)}"
+            )
+        return ()
+    if name != "all" and name not in CONVENTIONS:
+        raise DriftlabError(f"--as {name}: no such convention; choose from all, {', '.join(CONVENTIONS)}")
+    if log is not None:
+        if name == "all" or not log.is_file():
+            raise DriftlabError(f"--log {log}: wants a file, and one tool in --as")
+        check_pair(name, read_engine_log(log))
+    return tuple(CONVENTIONS) if name == "all" else (name,)
+
+
+def _print_engines(engines: tuple[str, ...], log: Path | None, simulations: dict[str, Any]) -> None:
+    from driftlab.engines.conventions import engine_report
+    from driftlab.engines.logs import beside, read_engine_log
+
+    theirs = None if log is None else read_engine_log(log)
+    for name, simulation in simulations.items():
+        for engine in engines:
+            report = engine_report(engine, simulation.histograms())
+            if theirs is not None:
+                print(f"{name}, as {engine} would print it, beside {theirs.format} of {log}")
+                print(f"{table_words(beside(report, theirs))}\n")
+                continue
+            columns = ["name", "position", "value", "low", "high", "unit", "per", "bonus"]
+            print(f"{name}, as {engine} would print it ({report.source})\n{table_words(report.frame()[columns])}")
+            for lost, why in report.left_out:
+                print(f"  without {lost}: {why}")
+            print()
+    for line, why in theirs.skipped if theirs is not None else ():
+        print(f"{log}, line {line}: {why}", file=sys.stderr)
+
+
+def _said(trajectory: Any, simulation: Any, rule: str, tree: Any) -> str:
+    there = trajectory.settings
+    told = f"tau: emitted tokens / verify rounds, bonus token included, K = {simulation.depth}, 95 % over prompts; target T = "
+    told += f"{there['temperature']:g}, top_k {there['top_k']}, top_p {there['top_p']:g}; drafts: {rule}"
+    if tree is not None:
+        told += f", {tree.label}"
+    if (drafting := simulation.acceptance.drafting) is not None:
+        told += f", T = {drafting.temperature:g}, top_k {drafting.top_k}, top_p {drafting.top_p:g}"
+    return told
