@@ -70,11 +70,13 @@ def tiny_pair(index: int) -> tuple[Target, Drafter]:
     return target, drafter.eval()
 
 
-def tiny(index: int, rule: str, rounds: int, folder: Path, report: Callable[[int, int], None]) -> pd.DataFrame:
-    """At least ``rounds`` live rounds of one setting and rule on a tiny random target, against replay."""
+def tiny(
+    index: int, rule: str, rounds: int, seed: int, folder: Path, report: Callable[[int, int], None]
+) -> pd.DataFrame:
+    """At least ``rounds`` live rounds of one setting and rule on a tiny random target, against replay; dice from ``seed`` on."""
     sampling, drafting, depth = SETTINGS[index]
     target, drafter = tiny_pair(index)
-    done, frames, seed = 0, [], 0
+    done, frames = 0, []
     while done < rounds:
         texts = [(letters, seed + i) for i, letters in enumerate(["hello", "abc", "question", "zebra"] * 25)]
         seed += len(texts)

@@ -1,6 +1,6 @@
 """Is replay what a live engine does? Greedy: list for list. Sampled: within the dice, on the live run's own text.
 
-    python experiments/replay_equals_live.py [--prompts 12] [--depth 8] [--max-new-tokens 64] [--rounds 20000]
+    python experiments/replay_equals_live.py [--prompts 12] [--depth 8] [--max-new-tokens 64] [--rounds 20000] [--seed 0]
 
 Greedy, SmolLM2-135M-Instruct, the four shipped drafters of TTT 4: per (prompt, drafter) the live text is that of plain
 decoding, and the list of rounds (row, accepted, emitted, how it ended) is that of replay.
@@ -45,6 +45,7 @@ def main(
     depth: int = 8,
     max_new_tokens: int = 64,
     rounds: int = 20000,
+    seed: int = 0,
     out: Path = Path("runs/replay_equals_live"),
 ) -> None:
     """Compare, print one line a drafter and setting, write the rows; the last line is the verdict."""
@@ -55,7 +56,9 @@ def main(
     with atomic(out / "greedy.csv") as temporary:
         greedy.to_csv(temporary, index=False)
 
-    jobs = [(index, "rejection", rounds // len(SETTINGS), out / f"tiny-{index}") for index in range(len(SETTINGS))]
+    jobs = [
+        (index, "rejection", rounds // len(SETTINGS), seed, out / f"tiny-{index}") for index in range(len(SETTINGS))
+    ]
     parts = run_jobs(tiny, jobs, what="sampled, tiny targets", progress=bar)
     for name, sampling, drafting in (
         ("smollm2-eagle3", Sampling(1.0), Sampling(1.0)),

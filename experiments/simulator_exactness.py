@@ -1,6 +1,6 @@
 """Is the simulator exact, rule by rule and tree by tree, and would it notice a wrong rule?
 
-    python experiments/simulator_exactness.py [--prompts 6] [--rounds 12000]
+    python experiments/simulator_exactness.py [--prompts 6] [--rounds 12000] [--seed 0]
 
 Exact, each a check that holds or does not:
   enumeration   every draft, verdict and redraw of a round on random distributions over 2 to 5 tokens: the text has the
@@ -66,6 +66,7 @@ def main(
     prompts: int = 6,
     max_new_tokens: int = 48,
     rounds: int = 12000,
+    seed: int = 0,
     out: Path = Path("runs/simulator_exactness"),
 ) -> None:
     """Run all checks, write them, print those that failed; the last line is the verdict."""
@@ -75,7 +76,8 @@ def main(
     checks += live(target, drafters, evenly(load_prompts("default"), prompts), max_new_tokens, out, bar)
     exact = pd.DataFrame(checks, columns=["kind", "what", "holds"])
     each = rounds // (len(SAMPLED_RULES) * len(SETTINGS))
-    jobs = [(index, rule, each, out / f"{rule}-{index}") for rule in SAMPLED_RULES for index in range(len(SETTINGS))]
+    pairs = itertools.product(range(len(SETTINGS)), SAMPLED_RULES)
+    jobs = [(index, rule, each, seed, out / f"{rule}-{index}") for index, rule in pairs]
     counts = pd.concat(run_jobs(tiny, jobs, what="live, tiny targets", progress=bar))
     caught = {name: caught_by(rule) for name, rule in WRONG_MIXES.items()}
     for name, table in (("exact", exact), ("sampled", counts)):
