@@ -227,6 +227,13 @@ def write_torchspec_trainer(path: Path) -> Path:
     return write(path, llama_config(shape, _torchspec_version="0.1.0", eagle_config=nested((1, 3, 5))), tensors)
 
 
+def write_for_vllm(path: Path) -> Path:
+    """For vLLM, by TorchSpec or driftlab: boundaries, the same list at the top level and nested; a name of no project."""
+    shape, ids = Shape(seed=75, fc_norm=True), [1, 3, 6]
+    both = {"eagle_aux_hidden_state_layer_ids": ids, "eagle_config": nested(ids)}
+    return write(path, llama_config(shape, fc_norm=True, **both), vocabulary(tensors_of(shape)))
+
+
 def write_torchspec_mla(path: Path, *, q_lora: bool = True, ids: tuple[int, ...] = (1, 3, 5)) -> Path:
     """TorchSpec's MLA drafter: kimi_k2 with YaRN, or deepseek_v3 without a low rank for queries and without scaling."""
     shape = Shape(seed=72 + q_lora, latent=(20 if q_lora else 0, 16, 12, 8, 10), own_embed=True, fc_norm=q_lora)
@@ -269,6 +276,14 @@ def write_tensorrt_layers(path: Path) -> Path:
     tensors = renamed(tensors_of(shape), "layers.1.input_layernorm", "layers.1.hidden_norm")
     settings = {"architectures": ["EAGLE3LlamaForCausalLM"], "eagle_config": nested((1, 4, 6), next_layer_regular=True)}
     return write(path, llama_config(shape, **settings), vocabulary(tensors, t2d=False, dtype=torch.int32))
+
+
+def write_tensorrt_both(path: Path) -> Path:
+    """TensorRT-LLM with norms of both kinds: fc_norm comes before norm_before_fc, whose tensor is not used."""
+    shape = Shape(seed=94, concat_norm=True, fc_norm=True)
+    eagle = nested((1, 3, 5), norm_before_fc=True, next_layer_regular=True)
+    settings = {"architectures": ["EAGLE3LlamaForCausalLM"], "fc_norm": True, "eagle_config": eagle}
+    return write(path, llama_config(shape, **settings), vocabulary(tensors_of(shape), t2d=False, dtype=torch.int32))
 
 
 def write_automodel(path: Path) -> Path:
@@ -395,9 +410,14 @@ FOLDERS: dict[str, Folder] = {
     "torchspec_mla_no_q_lora": Folder(
         _write(write_torchspec_mla, q_lora=False), rules.torchspec, "TorchSpec", (2, 4, 6)
     ),
+    "torchspec_mla_deepseek": Folder(
+        _write(write_torchspec_mla, q_lora=False, ids=(2, 4, 6)), rules.torchspec, "TorchSpec", (3, 5, 7)
+    ),
+    "for_vllm": Folder(write_for_vllm, rules.vllm, "", (1, 3, 6), assumed=("aux_layers",)),
     "modelopt": Folder(write_modelopt, rules.modelopt, "ModelOpt", (2, 5, 7)),
     "modelopt_final": Folder(write_modelopt_final, rules.modelopt, "ModelOpt", ()),
     "tensorrt": Folder(write_tensorrt, rules.tensorrt, "TensorRT", (2, 4, 6)),
     "tensorrt_layers": Folder(write_tensorrt_layers, rules.tensorrt, "TensorRT", (2, 5, 7)),
+    "tensorrt_both": Folder(write_tensorrt_both, rules.tensorrt, "TensorRT", (2, 4, 6)),
     "automodel": Folder(write_automodel, rules.sglang, "", (2, 4, 6), assumed=("aux_layers",)),
 }

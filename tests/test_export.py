@@ -261,6 +261,7 @@ REFUSALS = [
         ("speculators",),
     ),
     ("width of all captured states", {"hidden_size": 96, "own_embed": True}, ("sglang", "safeailab")),
+    ("hidden_size 32 is the width of all captured states", {"aux_layers": (4,)}, ("sglang", "safeailab")),
 ]
 
 
@@ -312,6 +313,58 @@ def test_sglang_s_counting_depends_on_the_target(tmp_path, model_type, states, i
     assert "eagle_aux_hidden_state_layer_ids" not in written
     adds = {"deepseek_v3": ids[0] == 1, "kimi_k2": ids[0] == 1, "gpt_oss": max(ids) != 8}.get(model_type, True)
     assert tuple(i + adds for i in ids) == states
+
+
+@pytest.mark.parametrize(
+    ("form", "states", "model_type"),
+    [
+        ("vllm", (1, 3, 6), None),
+        ("vllm", (1, 3, 4), None),
+        ("speculators", (1, 3, 6), None),
+        ("sglang", (1, 3, 6), None),
+        ("sglang", (2, 3, 6), None),
+        ("sglang", (3, 4, 6), "kimi_k2"),
+        ("sglang", (4, 6, 8), "gpt_oss"),
+        ("safeailab", STATES, None),
+    ],
+)
+def test_an_export_says_itself_for_whom_it_was_written(tmp_path, form, states, model_type):
+    """Without format= and without the target's depth: the states are known."""
+    from driftlab import Drafter, DriftlabError
+    from driftlab.drafter.formats.reading import read_checkpoint
+
+    drafter = drafter_of(own_embed=False, aux_layers=states)
+    export(drafter, tmp_path / "d", form, target_model_type=model_type)
+    reading = read_checkpoint(tmp_path / "d")
+    assert reading.format == READ_AS[form]
+    assert "driftlab_export.json" in reading.told
+    assert reading.config_for().aux_layers == states
+    (row,) = (row for row in reading.conventions if row.name == "aux_layers")
+    assert row.source == "read"
+    assert_same(drafter, Drafter.load(tmp_path / "d", target()))
+    with pytest.raises(DriftlabError, match="the drafter of another target"):
+        read_checkpoint(tmp_path / "d", num_layers=12 if form == "safeailab" else 3).config_for()
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "speculators"])
+def test_a_file_that_was_changed_after_the_export_is_refused(tmp_path, form):
+    from driftlab import DriftlabError
+    from driftlab.drafter.formats.reading import read_checkpoint
+
+    export(drafter_of(own_embed=False, aux_layers=(2, 3, 6)), tmp_path / "d", form)
+    words = (tmp_path / "d" / "config.json").read_text()
+    changed = settings(tmp_path / "d")
+    for block in (changed, changed.get("eagle_config", {})):
+        if IDS in block:
+            block[IDS] = [0, 4, 5]
+    (tmp_path / "d" / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(DriftlabError, match=r"layer ids \[0, 4, 5\], but driftlab_export\.json says"):
+        read_checkpoint(tmp_path / "d")
+    states = read_checkpoint(tmp_path / "d", format=READ_AS[form]).config_for().aux_layers
+    assert states == ((1, 5, 6) if form == "sglang" else (0, 4, 5))
+    (tmp_path / "d" / "config.json").write_text(words)
+    (tmp_path / "d" / "driftlab_export.json").unlink()  # and without it, as engines' own files are read
+    assert read_checkpoint(tmp_path / "d").config_for().aux_layers == (2, 3, 6)
 
 
 def test_states_that_sglang_would_misread_are_refused(tmp_path):

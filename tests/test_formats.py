@@ -181,10 +181,6 @@ def inspected(monkeypatch, capsys, *arguments):
     return capsys.readouterr().out
 
 
-#: shapes stand in a line of their own; with --json they have a source like all others
-SHAPES = ("head_dim", "target_hidden_size", "draft_vocab_size", "num_key_value_heads", "num_hidden_layers")
-
-
 def test_inspect_names_format_states_and_all_that_was_assumed(case, drafter, monkeypatch, capsys):
     told = inspected(monkeypatch, capsys, case.path, "--num-layers", formats.LAYERS)
     assert case.folder.format.lower() in told.splitlines()[0].lower()
@@ -200,7 +196,7 @@ def test_inspect_names_format_states_and_all_that_was_assumed(case, drafter, mon
         assert config[name] == row["value"] or name in case.folder.given, name
         if row["source"] == "assumed":
             assert row["why"]
-            assert name in SHAPES or rows[name][1] == "assumed"
+            assert rows[name][1] == "assumed"
     # what the file does not say, by hand
     for name in (*case.folder.assumed, *case.folder.given):
         assert said[name]["source"] == "assumed", name

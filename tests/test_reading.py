@@ -176,10 +176,35 @@ def test_what_is_no_eagle3_drafter_is_refused_by_name(write, tmp_path):
         ({"model_type": "kimi_k2", **nested([1, 3, 5])}, (2, 4, 6), "assumed", "the first is 1: SGLang's rule"),
         ({"_torchspec_version": "1", **nested([1, 3, 5])}, (2, 4, 6), "read", "TorchSpec counts so"),
         (
-            {"_torchspec_version": "1", "model_type": "kimi_k2", IDS: [2, 4, 6], **nested([2, 4, 6])},
+            {"_torchspec_version": "1", "model_type": "kimi_k2", IDS: [1, 4, 6], **nested([1, 4, 6])},
+            (1, 4, 6),
+            "read",
+            "boundaries .*the same list at the top level and in eagle_config",
+        ),
+        ({IDS: [1, 3, 6], **nested([1, 3, 6])}, (1, 3, 6), "assumed", "boundaries .*the same list at the top level"),
+        (
+            {"_torchspec_version": "1", "model_type": "deepseek_v3", **nested([2, 4, 6])},
+            (3, 5, 7),
+            "read",
+            "TorchSpec counts so",
+        ),
+        (
+            {"model_type": "kimi_k2", **nested([2, 4, 6], next_layer_regular=True)},
             (2, 4, 6),
             "assumed",
-            "boundaries",
+            r"first is not 1.*NVIDIA ModelOpt itself counts outputs of layers.*states \[3, 5, 7\]",
+        ),
+        (
+            {"model_type": "deepseek_v3", **nested([2, 4, 6])},
+            (3, 5, 7),
+            "assumed",
+            r"in eagle_config.*DeepSeek or Kimi model, SGLang takes them as boundaries.*states \[2, 4, 6\]",
+        ),
+        (
+            {"architectures": ["Eagle3LlamaForCausalLM"], **nested([0, 3, 6])},
+            (0, 3, 6),
+            "assumed",
+            r"boundaries \(in eagle_config alone, of a file with one of vLLM's architectures",
         ),
         (nested([2, 4, 5], next_layer_regular=True), (3, 5, 6), "read", "ModelOpt counts so"),
         (nested(None), (2, 4, 5), "assumed", "no layer ids"),
@@ -332,7 +357,9 @@ def test_the_residual_starts_at_the_raw_or_the_normed_hidden(write, said, specul
     torch.testing.assert_close(state.feedback, drafter.layers[0].hidden_norm(fused) if on else fused)
     found = row(reading, "norm_before_residual")
     assert (found.value, found.source) == (on, "read" if said is not None else "assumed")
-    assert any("norm_before_residual" in note for note in reading.notes) == (speculators and said is None)
+    told = [note for note in reading.notes if "norm_before_residual" in note]
+    assert len(told) == ((speculators and said is None) or (not speculators and said is True))
+    assert all(("SGLang and all others ignore it" in note) == (not speculators) for note in told)
 
 
 @torch.no_grad()
@@ -414,6 +441,84 @@ def test_windows_come_from_layer_types(write):
     forge = write(own_tables(), prefix="midlayer.", layer_types=sliding[:1], sliding_window=4, **nested([1, 3, 5]))
     assert read(forge).config_for().windows == ()
     assert "SpecForge trains and SGLang serves without windows" in " ".join(read(forge).notes)
+
+
+def test_a_window_of_speculators_is_counted_in_two_ways(write):
+    drafter = own_tables()
+    layer = {"layer_types": ["sliding_attention"], "sliding_window": 4}
+    settings = speculators_settings(drafter, layer=layer, fc_norm=True)
+    reading = read(write(drafter, settings=settings))
+    assert reading.config_for().windows == (4,)
+    assert sum("speculators' training counts it from the row" in note for note in reading.notes) == 1
+    plain = read(write(drafter, **layer))
+    assert not any("speculators" in note for note in plain.notes if note.startswith("windows"))
+
+
+def test_tensorrt_s_norms_before_fc(write):
+    """It applies fc_norm alone where both are set, and norm_before_fc only where eagle_config has it."""
+    both, one = own_tables(fc_norm=True, norm_before_fc=True), own_tables(fc_norm=False, norm_before_fc=True)
+    trt = {"architectures": ["EAGLE3LlamaForCausalLM"]}
+    path = write(both, fc_norm=True, **trt, **nested([1, 3, 5], norm_before_fc=True))
+    reading = read(path)
+    again = reading.build()
+    assert (again.config.fc_norm, again.config.norm_before_fc) == (True, False)
+    assert any("fc_norm alone" in note and "input_norm.weight is not used" in note for note in again.notes)
+    kept = read(path, norm_before_fc=True).build()
+    assert torch.equal(kept.input_norm.weight, both.input_norm.weight)
+    inside = read(write(one, **trt, **nested([1, 3, 5], norm_before_fc=True)))
+    outside = read(write(one, norm_before_fc=True, **trt, **nested([1, 3, 5])))
+    silent = read(write(one, **trt, **nested([1, 3, 5])))
+    for found, told in ((inside, False), (outside, True), (silent, True)):
+        assert found.build().config.norm_before_fc
+        assert any("would not apply it: tensors win" in note for note in found.notes) == told
+    other = read(write(one, norm_before_fc=True, **nested([1, 3, 5])))
+    assert not any("norm_before_fc" in note for note in other.notes)
+
+
+def test_what_sglang_would_pass_over_is_said(write):
+    biased = own_tables(attention_bias=True)
+    assert any("SGLang skips them in silence" in note for note in read(write(biased, attention_bias=True)).notes)
+    vllm = {"architectures": ["Eagle3LlamaForCausalLM"], "attention_bias": True, "norm_before_residual": True}
+    assert not any("SGLang" in note for note in read(write(biased, **vllm)).notes)
+    head = "SGLang and tokenspeed take the target's head"
+    for size, told in ((None, True), (..., True), (61, False)):
+        assert any(head in note for note in read(write(own_tables(), draft_vocab_size=size)).notes) == told
+    lent = write(own_tables(), draft_vocab_size=None, without=["lm_head.weight"], tie_word_embeddings=False)
+    assert not any(head in note for note in read(lent).notes)
+
+
+def test_states_together_as_wide_as_the_drafter_are_said(write):
+    """SGLang, SafeAILab and tokenspeed tell target states by their width: then they leave out fc."""
+    one = read(write(own_tables(aux_layers=(4,)), **nested([3])))
+    assert sum("tell the two by their width and leave out fc" in note for note in one.notes) == 1
+    assert not any(
+        "by their width" in note for note in read(write(own_tables(aux_layers=(2, 4)), **nested([1, 3]))).notes
+    )
+
+
+def test_an_embedding_that_engines_replace_is_said(write):
+    drafter, target = own_tables(), target_of()
+    told = "SGLang, TensorRT-LLM and tokenspeed (equal widths)"
+    path = write(drafter, **nested([1, 3, 5]))
+
+    def notes(path, *args):
+        return [note for note in read(path).build(*args).notes if note.startswith("own_embed")]
+
+    (alone,) = notes(path)
+    assert told in alone
+    assert "if it differs from the target's" in alone
+    assert "SafeAILab" not in alone  # it takes the file's own beside target_hidden_size
+    assert "SafeAILab's code" in notes(write(drafter, target_hidden_size=..., **nested([1, 3, 5])))[0]
+    (differs,) = notes(path, target)
+    assert "it differs from this target's" in differs
+    assert told in " ".join(read(path).words().split())
+    copied = write(drafter, tensors={"embed_tokens.weight": target.head.embed.clone()}, **nested([1, 3, 5]))
+    assert notes(copied, target) == []
+    wide = write(own_tables(hidden_size=48, target_hidden_size=64), **nested([1, 3, 5]))
+    assert notes(wide) == []
+    given = read(path, own_embed=False).build(target)
+    assert torch.equal(given.embed_tokens.weight, target.head.embed)
+    assert not any(told in note for note in given.notes)
 
 
 def test_logit_scale(write):
@@ -749,6 +854,33 @@ def test_our_own_files_are_read_as_they_say(tmp_path):
     # an engine that looks at the top level only would pass over the residual and the window
     assert json.loads((tmp_path / "d" / "config.json").read_text())["architectures"] == ["DriftlabEagle3"]
     assert read(tmp_path / "d", aux_layers=(1, 2)).build().config.aux_layers == (1, 2)
+
+
+def test_a_drafter_of_the_hub_is_called_by_its_commit(write, monkeypatch):
+    from driftlab.drafter.formats import files
+
+    path, label = write(own_tables(), **nested([1, 3, 5])), f"lab/drafter@{'a' * 40}"
+    raw = dataclasses.replace(files.open_checkpoint(path), label=label)
+    monkeypatch.setattr(files, "open_checkpoint", lambda name, revision=None: raw)
+    assert read("lab/drafter").name == read("lab/drafter").build().reading.name == label
+    assert read("lab/drafter").words().startswith(f"{label}: ")
+    assert read(path).name == str(path)
+
+
+def test_notes_of_opening_our_own_files_are_kept(tmp_path):
+    own_tables().save(tmp_path / "d")
+    torch.save({}, tmp_path / "d" / "pytorch_model.bin")
+    (note,) = read(tmp_path / "d", None).notes
+    assert "pytorch_model.bin in the same folder is not" in note
+    assert note in read(tmp_path / "d", None).build().notes
+
+
+def test_the_table_of_conventions_holds_sizes_that_were_assumed(write):
+    words = read(write(own_tables(), head_dim=..., draft_vocab_size=..., num_attention_heads=4)).words()
+    rows = words.split("conventions\n")[1].split("\n\n")[0].splitlines()
+    table = {line.split()[0]: line.split()[1] for line in rows if line[2] != " "}
+    assert (table["head_dim"], table["draft_vocab_size"]) == ("assumed", "assumed")
+    assert "hidden_size" not in table
 
 
 def test_the_words_hold_shapes_and_the_count_of_parameters(write):

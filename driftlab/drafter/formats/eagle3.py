@@ -8,16 +8,17 @@ file is silent.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from driftlab.drafter.config import LatentConfig
-from driftlab.drafter.formats.layerids import NAMES, LayerIds
+from driftlab.drafter.formats.fileids import read_layer_ids
+from driftlab.drafter.formats.marker import read_marker
 from driftlab.drafter.formats.names import Heads, Names, canonical_names
-from driftlab.drafter.formats.provenance import FORMATS, Provenance, provenance_of, refuse_others, refuse_whole_model
+from driftlab.drafter.formats.provenance import Provenance, provenance_of, refuse_others, refuse_whole_model
 from driftlab.drafter.formats.reading import Found, Ledger, Reading
 from driftlab.drafter.formats.rope import read_rope
 from driftlab.drafter.formats.settings import Settings
@@ -28,7 +29,6 @@ from driftlab.errors import DriftlabError
 
 _GATES = ("gate_proj", "g_proj")
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class File:
     """canonical name -> shape"""
     source: Provenance
     ledger: Ledger
+    unused: set[str] = field(default_factory=set)
+    """tensors that the file's own engine leaves out; each is told in a note"""
 
     @property
     def latent(self) -> bool:
@@ -62,9 +64,9 @@ def read_eagle3(raw: Any, given: Mapping[str, Any]) -> Reading:
     names = _names(raw, settings, given)
     shapes = {_plain_gate(name): shape for name, shape in names.shapes.items()}
     refuse_others(raw.config, shapes)
-    file = File(
-        settings, shapes, provenance_of(raw.config, names.shapes | raw.shapes, given.get("format")), Ledger(given)
-    )
+    marker = None if given.get("format") else read_marker(raw)
+    source = provenance_of(raw.config, names.shapes | raw.shapes, given.get("format"), marker)
+    file = File(settings, shapes, source, Ledger(given))
     for words in getattr(raw, "notes", ()):
         file.ledger.note(words)
     settings.check_known(latent=file.latent or settings.get("kv_lora_rank") is not None)
@@ -84,9 +86,11 @@ def read_eagle3(raw: Any, given: Mapping[str, Any]) -> Reading:
         copies={"lm_head.weight": "embed_tokens.weight"} if is_tied(file) else {},
         load_tensors=partial(_load, raw, names, ids, vocab_size, is_tied(file)),
         notes=tuple(file.ledger.notes),
-        layer_ids=None if states == 0 or "aux_layers" in given else _layer_ids(file, states),
+        layer_ids=None if states == 0 or "aux_layers" in given else read_layer_ids(file, states),
         draft_vocab=ids,
         given=dict(given),
+        unused=frozenset(file.unused),
+        load_embedding=partial(_one, raw, names, "embed_tokens.weight") if _replaced(file) else None,
     )
 
 
@@ -97,6 +101,12 @@ def _names(raw: Any, settings: Settings, given: Mapping[str, Any]) -> Names:
     if width is None and heads and settings.whole("hidden_size"):
         width = settings.whole("hidden_size") // heads
     return canonical_names(raw.shapes, heads=Heads(heads, kv, width) if heads and width else None)
+
+
+def _replaced(file: File) -> bool:
+    """Whether engines put the target's embedding in the place of the file's own."""
+    rows = file.ledger.rows
+    return rows["own_embed"].value and rows["hidden_size"].value == rows["target_hidden_size"].value
 
 
 def _plain_gate(name: str) -> str:
@@ -200,9 +210,8 @@ def _states(file: File) -> int:
     if ledger.given.get("aux_layers") == () or (uses is False and "aux_layers" not in ledger.given):
         if "fc.weight" in shapes and "aux_layers" not in ledger.given:
             raise DriftlabError(
-                f"{place} is false, but there is an fc.weight: vLLM drops it, so give aux_layers=() to read the "
-                "file as vLLM does, "
-                "or the layers whose states fc was trained on"
+                f"{place} is false, but there is an fc.weight: vLLM drops it, so give aux_layers=() to read the file "
+                "as vLLM does, or the layers whose states fc was trained on"
             )
         ledger.settle("target_hidden_size", Found(ledger.rows["hidden_size"].value, "read", f"{place} is false"))
         ledger.settle(
@@ -216,6 +225,11 @@ def _states(file: File) -> int:
         )
     width = ledger.settle("target_hidden_size", lambda: _target_width(file))
     count = _count(file, width)
+    if count * width == ledger.rows["hidden_size"].value:
+        ledger.note(
+            f"fc: the target states together are {count * width} wide, as wide as the drafter's own: SafeAILab's code, SGLang "
+            "and tokenspeed tell the two by their width and leave out fc; vLLM applies it, and so does this"
+        )
     if "aux_layers" in ledger.given:
         layers = ledger.settle("aux_layers", Found((), "given", ""))
         if len(layers) != count:
@@ -251,38 +265,6 @@ def _count(file: File, width: int) -> int:
         if said not in (None, count):
             raise DriftlabError(f"config.json: {key}={said}, but fc.weight takes {count} states {width} wide")
     return count
-
-
-def _layer_ids(file: File, count: int) -> LayerIds:
-    settings, source = file.settings, file.source
-    top, nested = settings.get(_IDS) or None, settings.nested.get(_IDS) or None
-    for ids, place in ((top, _IDS), (nested, f"eagle_config.{_IDS}")):
-        if ids is not None and not isinstance(ids, list):
-            raise DriftlabError(f"config.json: {place} is {ids!r}, not a list")
-    counting, why = source.counting, f"{source.name} counts so"
-    if top is not None and nested is not None and top != nested:
-        if top != [i + 1 for i in nested]:
-            raise DriftlabError(
-                f"config.json: {_IDS} is {top}, and {nested} in eagle_config: make the two agree, or pass aux_layers="
-            )
-        counting, why = "boundary", f"eagle_config has {nested} for SGLang, which counts outputs: the same states"
-    chosen = file.ledger.given.get("layer_ids")
-    if chosen is not None and chosen not in NAMES:
-        raise DriftlabError(f"layer_ids={chosen!r}: give 'boundary' or 'output'")
-    vllm = source.name == "vLLM"
-    if counting is None and vllm and top is not None:
-        counting, why = FORMATS["vLLM"], "vLLM reads them so at the top level"
-    deepseek = file.latent or settings.get("model_type") in ("kimi_k2", "deepseek_v2", "deepseek_v3")
-    ids = top if top is not None else nested
-    return LayerIds(
-        ids=None if ids is None else tuple(ids),
-        count=count,
-        counting=chosen or counting,
-        why="given by the user" if chosen else why,
-        nested=top is None and not vllm,
-        family="deepseek" if deepseek and source.name not in ("speculators", "vLLM") and top is None else "",
-        given=chosen is not None,
-    )
 
 
 def _rope(file: File) -> None:
@@ -321,12 +303,10 @@ def _rope_notes(file: File) -> None:
     if name == "NVIDIA ModelOpt" and scaling.kind == "yarn":
         file.ledger.note(
             "rope_scaling: ModelOpt's exporter writes YaRN in place of the plain rotary embedding of the training, "
-            "on purpose; "
-            "engines use it. Give rope_scaling=None for what was trained"
+            "on purpose; engines use it. Give rope_scaling=None for what was trained"
         )
     if name == "TorchSpec" and (scaling.kind in ("linear", "dynamic") or file.latent):
         file.ledger.note(
             "rope_theta: some versions of TorchSpec trained scaled rotary embedding at the base 10000 whatever the "
-            "file says; "
-            "give rope_theta=10000.0 to try"
+            "file says; give rope_theta=10000.0 to try"
         )

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from driftlab.drafter.formats.engine_settings import UNKNOWN_TARGET_POSITIONS, max_positions, settings_of
 from driftlab.drafter.formats.limits import ENGINES, Format, TargetFacts, cannot_carry
+from driftlab.drafter.formats.marker import MARKER, marker_values
 from driftlab.drafter.formats.rules import check_folder
 from driftlab.drafter.model import Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic, locked, read_json, sort_metadata, sweep, write_json
 
-MARKER, WEIGHTS, CONFIG, LOCK = "driftlab_export.json", "model.safetensors", "config.json", "driftlab_export.lock"
+WEIGHTS, CONFIG, LOCK = "model.safetensors", "config.json", "driftlab_export.lock"
 FORMAT_VERSION = 1
 
 _HUB_NAMES = {"smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "llama")}
@@ -103,7 +104,7 @@ def export_drafter(
         command=_command(path, format, facts, dtype, num_speculative_tokens),
         bit_equal=_keeps(drafter.dtype, dtype),
     )
-    _write(exported, settings, tensors)
+    _write(exported, settings, tensors, config.aux_layers)
     return exported
 
 
@@ -162,8 +163,8 @@ def _check_embedding(own: Tensor, facts: TargetFacts) -> None:
         )
     if not torch.equal(own.float(), facts.embed.detach().cpu().float()):
         raise DriftlabError(
-            "SGLang cannot carry this drafter: own_embed: its embedding differs from the target's, which SGLang puts in its "
-            "place in silence where the two are equally wide; use vllm"
+            "SGLang cannot carry this drafter: own_embed: its embedding differs from the target's, which SGLang "
+            "puts in its place in silence where the two are equally wide; use vllm"
         )
 
 
@@ -189,8 +190,8 @@ def _notes(drafter: Drafter, form: Format, facts: TargetFacts, dtype: torch.dtyp
     config, notes = drafter.config, []
     if config.aux_layers and form == "sglang" and not facts.model_type:
         notes.append(
-            "layer ids: counted as SGLang does for most targets (output of layer); for DeepSeek, Kimi and gpt-oss pass "
-            "target_model_type="
+            "layer ids: counted as SGLang does for most targets (output of layer); for DeepSeek, Kimi and gpt-oss "
+            "pass target_model_type="
         )
     if not config.own_embed:
         notes.append("embedding: none in the file, the target's is used")
@@ -240,8 +241,8 @@ def _command(path: Path, form: Format, facts: TargetFacts, dtype: torch.dtype, t
             f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}"
         )
     return (
-        "import torch\nfrom eagle.model.ea_model import EaModel\n"
-        f"model = EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={folder!r}, use_eagle3=True, "
+        "import torch\nfrom eagle.model.ea_model import EaModel\nmodel = "
+        f"EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={folder!r}, use_eagle3=True, "
         f"torch_dtype=torch.{_name(dtype)})"
     )
 
@@ -268,7 +269,7 @@ def _check_free(path: Path) -> None:
             )
 
 
-def _write(exported: Exported, settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _write(exported: Exported, settings: dict[str, Any], tensors: dict[str, Tensor], states: tuple[int, ...]) -> None:
     """Write tensors, then settings. While the two do not belong together there is no config.json."""
     path = exported.path
     version = {"format_version": FORMAT_VERSION, "driftlab_version": importlib.metadata.version("driftlab")}
@@ -281,8 +282,8 @@ def _write(exported: Exported, settings: dict[str, Any], tensors: dict[str, Tens
             save_file(tensors, temporary, metadata={"format": "pt"})
             sort_metadata(temporary)
             (path / CONFIG).unlink(missing_ok=True)
-        told = {"format": exported.format, "notes": list(exported.notes), "command": exported.command}
-        write_json(path / MARKER, {**version, **told})
+        told = {"notes": list(exported.notes), "command": exported.command}
+        write_json(path / MARKER, {**version, **marker_values(exported.format, states, settings), **told})
         write_json(path / CONFIG, settings)
         findings = check_folder(path, exported.format)
         if findings:

@@ -188,8 +188,8 @@ class RawCheckpoint:
         for name, file in self.where.items():
             if name not in self._open(file).infos:
                 raise DriftlabError(
-                    f"{self.label}: the index says that {name} is in {file}, which does not hold it: the two are not of one "
-                    "checkpoint, copy or download both again"
+                    f"{self.label}: the index says that {name} is in {file}, which does not hold it: the two are not "
+                    "of one checkpoint, copy or download both again"
                 )
         return {name: self._open(file).infos[name] for name, file in (self.where | self._extra).items()}
 
@@ -271,8 +271,8 @@ def _open_folder(folder: Folder, *, need_config: bool) -> RawCheckpoint:
         notes.append(f"weights: {present[0]} is read; {', '.join(present[1:])} in the same folder is not")
     if folder.has("adapter_config.json"):
         notes.append(
-            "adapter_config.json: an adapter of the target lies beside the drafter; if they were trained together, the drafter "
-            "wants the states of the target with that adapter"
+            "adapter_config.json: an adapter of the target lies beside the drafter; if they were trained together, "
+            "the drafter wants the states of the target with that adapter"
         )
     return _open_weights(folder, present[0], folder.label, config or {}, notes)
 
@@ -313,8 +313,8 @@ def _no_weights(folder: Folder) -> str:
     names = folder.listing()
     if "adapter_config.json" in names:
         return (
-            f"{folder.label} is an adapter (LoRA), not a drafter: merge it into the drafter that it was trained on, and give "
-            "the merged folder"
+            f"{folder.label} is an adapter (LoRA), not a drafter: merge it into the drafter that it was trained on, "
+            "and give the merged folder"
         )
     if any(name.endswith(".gguf") for name in names):
         return f"{folder.label} holds a GGUF file: drafters are read from safetensors or torch files, unquantised"

@@ -148,8 +148,8 @@ def _words(error: Exception, repo: str, revision: str, name: str) -> str:
         return f"{repo} is gated: ask for access at {site}/{repo}, then log in (`hf auth login`, or set HF_TOKEN)"
     if isinstance(error, RepositoryNotFoundError):
         return (
-            f"there is neither a local folder {repo} nor a repository of that name at {site}: check the spelling; for a "
-            "private one log in (`hf auth login`, or set HF_TOKEN)"
+            f"there is neither a local folder {repo} nor a repository of that name at {site}: check the spelling; "
+            "for a private one log in (`hf auth login`, or set HF_TOKEN)"
         )
     if isinstance(error, RevisionNotFoundError):
         return (
@@ -166,8 +166,8 @@ def _words(error: Exception, repo: str, revision: str, name: str) -> str:
         advice = "log in (`hf auth login`, or set HF_TOKEN)" if status in (401, 403) else "try again later"
         return f"{repo}@{revision}: {site} answered {status} for {name} ({_first_line(error)}): {advice}"
     return (
-        f"{repo}@{revision}: the download of {name} failed ({_first_line(error)}); what was finished before is kept in "
-        f"{constants.HF_HUB_CACHE}: check network and disk, and run the same again"
+        f"{repo}@{revision}: the download of {name} failed ({_first_line(error)}); what was finished before is kept "
+        f"in {constants.HF_HUB_CACHE}: check network and disk, and run the same again"
     )
 
 

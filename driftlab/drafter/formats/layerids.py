@@ -17,7 +17,7 @@ from typing import Any, Literal
 from driftlab.errors import DriftlabError
 
 Counting = Literal["boundary", "output"]
-Family = Literal["", "deepseek"]
+Family = Literal["", "kimi", "latent"]
 
 NAMES = {"boundary": "boundaries", "output": "output-of-layer"}
 
@@ -34,16 +34,26 @@ class LayerIds:
     """None: not certain from where the file comes"""
     why: str
     """why it is counted so; empty if ``counting`` is None"""
+    sure: bool = True
+    """whether that is known of the file, and not only likely"""
     nested: bool = True
     """whether they stand in eagle_config (where SGLang reads them) or at the top level (where vLLM does)"""
+    project: str = ""
+    """whose file it is"""
     family: Family = ""
-    """deepseek: SGLang counts ids of DeepSeek and Kimi targets as outputs only if the first is 1"""
+    """kimi: the target is one of those whose ids SGLang counts as outputs only if the first is 1 (DeepSeek, Kimi); latent:
+    the drafter has MLA, and its target may be one"""
     given: bool = False
     """the counting is the user's word"""
+    exact: tuple[int, ...] | None = None
+    """the states themselves, where they are known; () for the final one"""
+    exact_why: str = ""
 
     def __post_init__(self) -> None:
         if self.ids is not None:
             self._check_ids()
+        if self.exact is not None and len(self.exact) != self.count:
+            raise DriftlabError(f"{self.exact_why}: states {list(self.exact)}, but fc.weight takes {self.count}")
 
     def _check_ids(self) -> None:
         ids = self.ids or ()
@@ -59,7 +69,7 @@ class LayerIds:
     @property
     def needs_depth(self) -> bool:
         """Whether the states cannot be named before the target's depth is known."""
-        return self.ids is None
+        return self.ids is None and self.exact is None
 
     @property
     def open_words(self) -> str:
@@ -75,6 +85,8 @@ class LayerIds:
         Raises:
             DriftlabError: no ids and no depth, or states that the target does not have.
         """
+        if self.exact is not None:
+            return self._exact(self.exact, num_layers)
         if self.ids is None:
             return self._default(num_layers)
         ids = tuple(sorted(self.ids))
@@ -82,8 +94,8 @@ class LayerIds:
         states = ids if counting == "boundary" else tuple(i + 1 for i in ids)
         if num_layers is not None and states[-1] > num_layers:
             raise DriftlabError(
-                f"layer ids {list(self.ids)} counted as {NAMES[counting]} name state {states[-1]}, but the target has "
-                f"{num_layers} layers: it is the drafter of another target, or pass aux_layers="
+                f"layer ids {list(self.ids)} counted as {NAMES[counting]} name state {states[-1]}, but the target "
+                f"has {num_layers} layers: it is the drafter of another target, or pass aux_layers="
             )
         sorted_words = "" if ids == self.ids else ", sorted, as every engine concatenates states in the order of layers"
         return (
@@ -92,21 +104,30 @@ class LayerIds:
             f"ids {list(self.ids)} counted as {NAMES[counting]}{sorted_words} ({why}) -> states {list(states)}",
         )
 
+    def _exact(self, states: tuple[int, ...], num_layers: int | None) -> tuple[tuple[int, ...], Any, str]:
+        default = None if self.ids is not None or num_layers is None else self._default(num_layers)[0]
+        if num_layers is not None and (states[-1] > num_layers or default not in (None, states)):
+            raise DriftlabError(
+                f"it reads states {list(states)} ({self.exact_why}), and a target of {num_layers} layers has others "
+                f"({f'by default {list(default)}' if default else f'0 to {num_layers}'}): it is the drafter of "
+                "another target, or pass aux_layers="
+            )
+        ids = "no layer ids" if self.ids is None else f"ids {list(self.ids)}"
+        return states, "read", f"{ids} -> states {list(states)} ({self.exact_why})"
+
     def _default(self, num_layers: int | None) -> tuple[tuple[int, ...], Any, str]:
         if self.count != 3:
             raise DriftlabError(f"config.json does not say which {self.count} target states it reads: pass aux_layers=")
         if num_layers is None:
             raise DriftlabError(
                 "config.json does not say which 3 target states it reads: pass aux_layers=, or the target (or "
-                "num_layers=), for "
-                "then they are 2, N // 2, N - 3, as in every engine"
+                "num_layers=), for then they are 2, N // 2, N - 3, as in every engine"
             )
         states = (2, num_layers // 2, num_layers - 3)
         if not 2 < states[1] < states[2]:
             raise DriftlabError(
-                f"config.json names no layers, and a target of {num_layers} layers has no default ones (2, N // 2, "
-                "N - 3 would be "
-                f"{list(states)}): pass aux_layers=, distinct and ascending in 0..{num_layers}"
+                f"config.json names no layers, and a target of {num_layers} layers has no default ones (2, N // 2, N "
+                f"- 3 would be {list(states)}): pass aux_layers=, distinct and ascending in 0..{num_layers}"
             )
         words = f"no layer ids, so 2, N // 2, N - 3 with N = {num_layers}, as in every engine -> states {list(states)}"
         return states, "assumed", words
@@ -116,30 +137,56 @@ class LayerIds:
         if self.given and self.counting is not None:
             return self.counting, "given", self.why
         if self.counting == "boundary":
-            return "boundary", "read", self.why
+            return "boundary", "read" if self.sure else "assumed", self.why
         if num_layers is not None and ids[-1] == num_layers:
             return "boundary", "assumed", f"id {ids[-1]} = N can be no output of a layer"
-        if self.family == "deepseek":
-            if ids[0] == 1:
-                source = "assumed" if self.counting is None else "read"
-                return "output", source, "the first is 1: SGLang's rule for DeepSeek and Kimi targets"
-            return "boundary", "assumed", "the first is not 1: SGLang's rule for DeepSeek and Kimi targets"
+        if self.family == "kimi":
+            return self._kimi(ids)
         if self.counting is not None:
-            return self.counting, "read", self.why
+            if self.sure:
+                return self.counting, "read", self.why
+            return self.counting, "assumed", self._or_deepseek(self.why, ids)
         match = _default_of(ids, num_layers)
         if match is not None:
             counting, depth = match
             return counting, "assumed", f"so they are the default states of a target with {depth} layers"
-        if ids[0] == 1 and not self.nested:
+        if ids[0] == 1 and (not self.nested or self.project == "vLLM"):
             return (
                 "output",
                 "assumed",
                 "they start at 1, as the defaults of that counting; pass aux_layers= to override",
             )
+        if self.nested and self.project == "vLLM":
+            why = (
+                "in eagle_config alone, of a file with one of vLLM's architectures: vLLM reads them so there (its "
+                "newer runner passes over them)"
+            )
+            return "boundary", "assumed", f"{why}; pass aux_layers= to override"
         if self.nested:
             why = "in eagle_config, where SGLang reads them so; vLLM takes the same ids as boundaries"
-            return "output", "assumed", f"{why}; pass aux_layers= to override"
+            return "output", "assumed", self._or_deepseek(f"{why}; pass aux_layers= to override", ids)
         return "boundary", "assumed", "at the top level, where vLLM reads them so; pass aux_layers= to override"
+
+    def _kimi(self, ids: tuple[int, ...]) -> tuple[Counting, Any, str]:
+        """Count as SGLang does for a Kimi target; what the project itself counts is said where it is another thing."""
+        if ids[0] == 1:
+            source = "read" if self.counting is not None and self.sure else "assumed"
+            return "output", source, "the first is 1: SGLang's rule for DeepSeek and Kimi targets"
+        why = "the first is not 1: SGLang's rule for DeepSeek and Kimi targets"
+        if self.counting == "output":
+            why += (
+                f"; {self.project} itself counts outputs of layers, and without that rule they are states "
+                f"{[i + 1 for i in ids]}: give layer_ids='output' for those"
+            )
+        return "boundary", "assumed", why
+
+    def _or_deepseek(self, why: str, ids: tuple[int, ...]) -> str:
+        if self.family != "latent" or ids[0] == 1:
+            return why
+        return (
+            f"{why}; if its target is a DeepSeek or Kimi model, SGLang takes them as boundaries: give "
+            f"layer_ids='boundary' for states {list(ids)}"
+        )
 
 
 def _default_of(ids: tuple[int, ...], num_layers: int | None) -> tuple[Counting, int] | None:

@@ -53,8 +53,8 @@ def sglang_ids(layers: tuple[int, ...], facts: TargetFacts) -> tuple[int, ...]:
     if kind in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"):
         if layers[0] == 1:
             raise DriftlabError(
-                f"aux_layers {list(layers)}: for {kind} targets SGLang adds 1 to a list that begins with 1 and to no other, so "
-                "that no list means a first state after 1 layer; use vllm, or train on other states"
+                f"aux_layers {list(layers)}: for {kind} targets SGLang adds 1 to a list that begins with 1 and to no "
+                "other, so that no list means a first state after 1 layer; use vllm, or train on other states"
             )
         return outputs if layers[0] == 2 else layers
     if kind == "gpt_oss":
@@ -67,8 +67,8 @@ def sglang_ids(layers: tuple[int, ...], facts: TargetFacts) -> tuple[int, ...]:
         )
     if facts.num_layers and layers[-1] == facts.num_layers:
         raise DriftlabError(
-            f"aux_layers {list(layers)}: SGLang captures a state as it enters a layer, and none reads that after the last of "
-            f"{facts.num_layers} (gpt-oss apart); use vllm"
+            f"aux_layers {list(layers)}: SGLang captures a state as it enters a layer, and none reads that after the "
+            f"last of {facts.num_layers} (gpt-oss apart); use vllm"
         )
     return outputs
 
@@ -164,8 +164,8 @@ def _vllm(config: DrafterConfig, facts: TargetFacts) -> list[str]:
     return _chosen(
         {
             "fc_bias: vLLM's fc has none; export to sglang, or train without it": config.fc_bias,
-            "attention_bias and output_bias with qk_norm: vLLM's drafter with normed queries and keys has no bias at the "
-            "attention's output": config.qk_norm and biased,
+            "attention_bias and output_bias with qk_norm: vLLM's drafter with normed queries and keys has no bias "
+            "at the attention's output": config.qk_norm and biased,
             "mlp_bias: only vLLM's plain Llama drafter reads it": config.mlp_bias and (latent or config.qk_norm),
             "norm_before_fc: vLLM's MLA drafter has only fc_norm; train with that": latent and config.norm_before_fc,
             "windows: vLLM's MLA drafter attends everywhere": latent and any(config.windows),
@@ -180,12 +180,12 @@ def _sglang(config: DrafterConfig, facts: TargetFacts) -> list[str]:
     latent, same = config.latent is not None, config.hidden_size == config.target_hidden_size
     words = _chosen(
         {
-            "norm_before_residual: SGLang's residual stream always starts at the raw state, and no change of weights makes up "
-            "for it; use vllm or speculators, or train without it": config.norm_before_residual,
-            "qk_norm: SGLang's drafter has no norms of queries and keys and skips their tensors in silence; use vllm or "
-            "speculators": config.qk_norm,
-            "attention_bias, output_bias, mlp_bias: SGLang's drafter has no biases and skips their tensors in silence; use "
-            "vllm": config.attention_bias or config.output_bias or config.mlp_bias,
+            "norm_before_residual: SGLang's residual stream always starts at the raw state, and no change of "
+            "weights makes up for it; use vllm or speculators, or train without it": config.norm_before_residual,
+            "qk_norm: SGLang's drafter has no norms of queries and keys and skips their tensors in silence; use "
+            "vllm or speculators": config.qk_norm,
+            "attention_bias, output_bias, mlp_bias: SGLang's drafter has no biases and skips their tensors in "
+            "silence; use vllm": config.attention_bias or config.output_bias or config.mlp_bias,
             "windows: SGLang ignores those of the file; use vllm or speculators": any(config.windows),
             "norm_before_fc: SGLang's MLA drafter has only fc_norm; train with that": latent and config.norm_before_fc,
             "num_hidden_layers: SGLang's MLA drafter has one layer": latent and config.num_hidden_layers > 1,
@@ -219,8 +219,8 @@ def _swapped_embedding(facts: TargetFacts) -> list[str]:
 def _skipped_fc(config: DrafterConfig, engine: str) -> dict[str, bool]:
     wide = len(config.aux_layers) * config.target_hidden_size
     return {
-        f"hidden_size {config.hidden_size} is the width of all captured states together: {engine} tells target states from the "
-        "drafter's own by their width and would leave out fc": wide == config.hidden_size
+        f"hidden_size {config.hidden_size} is the width of all captured states together: {engine} tells target "
+        "states from the drafter's own by their width and would leave out fc": wide == config.hidden_size
     }
 
 
@@ -233,11 +233,11 @@ def _speculators(config: DrafterConfig, facts: TargetFacts) -> list[str]:
             "norm_before_fc and fc_norm together: speculators takes one of the two; use vllm or sglang": config.norm_before_fc
             and config.fc_norm,
             "aux_layers (): speculators always projects captured states; use vllm or sglang": not config.aux_layers,
-            f"target_hidden_size {config.target_hidden_size}: speculators wants a target as wide as the drafter; use vllm or "
-            "sglang": config.hidden_size != config.target_hidden_size,
+            f"target_hidden_size {config.target_hidden_size}: speculators wants a target as wide as the drafter; use "
+            "vllm or sglang": config.hidden_size != config.target_hidden_size,
             "fc_bias: speculators' fc has none; export to sglang, or train without it": config.fc_bias,
-            "attention_bias and output_bias with qk_norm: vLLM, which serves the file, has no bias at the attention's output "
-            "there": config.qk_norm and biased,
+            "attention_bias and output_bias with qk_norm: vLLM, which serves the file, has no bias at the "
+            "attention's output there": config.qk_norm and biased,
             "mlp_bias with qk_norm: a qwen3 layer has none": config.qk_norm and config.mlp_bias,
             **_windows(config),
             **_scaled(config, "speculators"),

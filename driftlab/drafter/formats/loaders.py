@@ -132,8 +132,8 @@ def speculators(config: dict[str, Any], shapes: Shapes) -> View:
     kind = layer.get("model_type")
     if kind not in ("llama", "qwen3"):
         view.findings.append(
-            f"transformer_layer_config.model_type: {kind!r}, not llama or qwen3 (without it speculators takes "
-            "qwen3 and vLLM llama)"
+            f"transformer_layer_config.model_type: {kind!r}, not llama or qwen3 (without it speculators takes qwen3 "
+            "and vLLM llama)"
         )
     _proposals(settings, view)
     if "norm_before_residual" not in config:
@@ -290,8 +290,8 @@ def safeailab(config: dict[str, Any], shapes: Shapes) -> View:
     tables(found, sizes, view, "SafeAILab's code")
     if config.get("target_hidden_size") is not None and "embed_tokens.weight" not in found:
         view.findings.append(
-            "embed_tokens.weight: not in the file, and with target_hidden_size in config.json SafeAILab's code does not take "
-            "the target's"
+            "embed_tokens.weight: not in the file, and with target_hidden_size in config.json SafeAILab's code does "
+            "not take the target's"
         )
     if "lm_head.weight" not in found:
         view.findings.append("lm_head.weight: not in the file, and SafeAILab's code never takes the target's")

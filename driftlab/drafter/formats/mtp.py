@@ -113,8 +113,8 @@ def _family(config: Mapping[str, Any], modules: Modules) -> tuple[dict[str, Any]
     if speculators and config.get("speculators_model_type") != "mtp":
         raise DriftlabError(
             f"tensors {modules.prefix(0)}* are those of speculators' MTP heads, but speculators_model_type is "
-            f"{config.get('speculators_model_type')!r}, not 'mtp'. MiMo has the same names and concatenates the state first: "
-            "it is not supported"
+            f"{config.get('speculators_model_type')!r}, not 'mtp'. MiMo has the same names and concatenates the "
+            "state first: it is not supported"
         )
     known = SPECULATORS if speculators else FAMILIES
     family = known.get(str(kind))
@@ -136,8 +136,8 @@ def _module(modules: Modules, module: Any, values: Mapping[str, Any], ledger: Le
         ledger.note(f"modules: the settings say {said} MTP modules, the tensors hold {count}")
     if count > 1:
         ledger.note(
-            f"module: {module} of {count} MTP modules is read and serves every depth; engines take module (depth - 1) mod "
-            f"{count}, so that their depths beyond the first are other numbers (give module= for another)"
+            f"module: {module} of {count} MTP modules is read and serves every depth; engines take module (depth - "
+            f"1) mod {count}, so that their depths beyond the first are other numbers (give module= for another)"
         )
     return module
 

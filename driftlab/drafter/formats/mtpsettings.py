@@ -92,8 +92,8 @@ class Settings:
         has, said = self._has(tensor), self.values.get(key)
         if said is not None and bool(said) != has:
             raise DriftlabError(
-                f"config.json says {key}={said!r}, but {tensor} is {'among the tensors' if has else 'missing'}: correct the "
-                "one that is wrong"
+                f"config.json says {key}={said!r}, but {tensor} is {'among the tensors' if has else 'missing'}: "
+                "correct the one that is wrong"
             )
         return Found(has, "tensors", f"{tensor} {'is there' if has else 'is absent'}")
 
@@ -243,8 +243,8 @@ class Settings:
     def _feedback(self) -> Found:
         if self.family.prenorm_in_vllm:
             why = (
-                "SGLang and transformers feed the post-norm state, vLLM the one before the norm: give norm_output=False for "
-                "its depths"
+                "SGLang and transformers feed the post-norm state, vLLM the one before the norm: give "
+                "norm_output=False for its depths"
             )
             return Found(True, "assumed", why, note=True)
         return Found(True, "assumed", "no file says it; vLLM, SGLang and transformers feed the post-norm state")

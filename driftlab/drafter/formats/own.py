@@ -66,6 +66,8 @@ def read_own(raw: Any, given: Mapping[str, Any]) -> Reading:
     block = raw.config["driftlab"]
     config = _config(raw.config, block)
     ledger = Ledger(given)
+    for words in raw.notes:
+        ledger.note(words)
     for setting in dataclasses.fields(config):
         ledger.settle(setting.name, Found(getattr(config, setting.name), "read", "driftlab block"))
     names = canonical_names(raw.shapes)
@@ -100,15 +102,13 @@ def _config(values: dict[str, Any], block: dict[str, Any]) -> DrafterConfig:
     if block.get("format_version") != FORMAT_VERSION:
         raise DriftlabError(
             f"config.json has drafter format version {block.get('format_version')}; this driftlab reads "
-            f"{FORMAT_VERSION}: update "
-            "driftlab, or save the drafter again"
+            f"{FORMAT_VERSION}: update driftlab, or save the drafter again"
         )
     config = DrafterConfig.from_dict(block.get("config", {}))
     for key, value in config.to_dict().items():
         if key in PLAIN and values.get(key, value) != value:
             raise DriftlabError(
-                f"config.json: {key} is {values[key]!r}, but {value!r} in its driftlab block, which is what is "
-                "read: make the two "
-                "agree"
+                f"config.json: {key} is {values[key]!r}, but {value!r} in its driftlab block, which is what is read: "
+                "make the two agree"
             )
     return config

@@ -74,8 +74,8 @@ def unpacked(
             )
     if said and not scaled and whole:
         raise DriftlabError(
-            f"{label} is quantised ({said}), though its tensors look unquantised; {_UNWANTED}. If nothing is quantised, take "
-            "that setting out"
+            f"{label} is quantised ({said}), though its tensors look unquantised; {_UNWANTED}. If nothing is "
+            "quantised, take that setting out"
         )
     notes = (
         [f"{said}: no tensor that is read is quantised, so they are taken as they are"] if said and not scaled else []
@@ -85,8 +85,8 @@ def unpacked(
         for name in scaled:
             _check_scale(name, infos, block, label)
         notes.append(
-            f"{len(scaled)} weights in fp8 are multiplied by their scales, in float32, by blocks of {block[0]} x {block[1]}; "
-            "engines round the activations to fp8 as well, so that their logits differ a little"
+            f"{len(scaled)} weights in fp8 are multiplied by their scales, in float32, by blocks of {block[0]} x "
+            f"{block[1]}; engines round the activations to fp8 as well, so that their logits differ a little"
         )
     return {name: info.shape for name, info in infos.items() if name not in scales}, notes
 
@@ -96,8 +96,8 @@ def block_size(config: Mapping[str, Any], name: str, label: str) -> tuple[int, i
     size = quantisation_block(config).get("weight_block_size")
     if not (isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
         raise DriftlabError(
-            f"{label}: {name} is fp8 with scales, but quantization_config.weight_block_size in config.json is {size!r}, not "
-            "two widths: it cannot be multiplied out"
+            f"{label}: {name} is fp8 with scales, but quantization_config.weight_block_size in config.json is "
+            f"{size!r}, not two widths: it cannot be multiplied out"
         )
     return size[0], size[1]
 
@@ -114,6 +114,6 @@ def _check_scale(name: str, infos: Mapping[str, Info], block: tuple[int, int], l
     fits = len(shape) == 2 and have == tuple(-(-size // width) for size, width in zip(shape, block, strict=True))
     if not fits:
         raise DriftlabError(
-            f"{label}: {name} is {list(shape)} and {name}{SCALE} is {list(have)}, which is not one scale for each block of "
-            f"{block[0]} x {block[1]}"
+            f"{label}: {name} is {list(shape)} and {name}{SCALE} is {list(have)}, which is not one scale for each "
+            f"block of {block[0]} x {block[1]}"
         )

@@ -1,8 +1,7 @@
 """Which project an EAGLE-3 file is from, how its layer ids count, and what is no EAGLE-3 file at all.
 
-Often the file does not say. Then it is "plain "
-"EAGLE-3" and every convention says what was assumed. ``FORMATS`` are the names that
-a user may give as ``format=`` where he knows better.
+Often the file does not say. Then it is "plain EAGLE-3" and every convention says what was assumed. ``FORMATS`` are the names
+that a user may give as ``format=`` where he knows better.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from driftlab.drafter.formats.layerids import Counting
+from driftlab.drafter.formats.marker import MARKER, Marker
 from driftlab.errors import DriftlabError
 
 FORMATS: dict[str, Counting | None] = {
@@ -56,20 +56,30 @@ class Provenance:
     name: str
     told: str
     counting: Counting | None = None
+    sure: bool = True
+    """whether the file is surely the project's"""
+    states: tuple[int, ...] | None = None
+    """the states that it reads, as boundaries, where an export of driftlab says so"""
 
 
-def provenance_of(config: Mapping[str, Any], raw_names: Mapping[str, Any], given: str | None) -> Provenance:
+def provenance_of(
+    config: Mapping[str, Any], raw_names: Mapping[str, Any], given: str | None, marker: Marker | None = None
+) -> Provenance:
     """Tell the project by settings and raw names.
 
     Args:
         config: config.json.
         raw_names: names as the file has them.
         given: the user's word, a name of :data:`FORMATS`.
+        marker: what an export of driftlab says of itself; the user's word comes before it.
     """
     if given is not None:
         if given not in FORMATS:
             raise DriftlabError(f"format={given!r} is not known: choose from {', '.join(map(repr, FORMATS))}")
         return Provenance(given, "given by the user", FORMATS[given])
+    if marker is not None:
+        told = f"{MARKER} says for whom driftlab wrote it"
+        return Provenance(marker.project, told, FORMATS[marker.project], states=marker.states)
     if config.get("speculators_model_type"):
         return Provenance("speculators", "config.json has speculators_model_type", "boundary")
     architecture = _architecture(config)
@@ -85,9 +95,8 @@ def provenance_of(config: Mapping[str, Any], raw_names: Mapping[str, Any], given
         ("TorchSpec", "architecture Eagle3DeepseekV2ForCausalLM" * (architecture == "Eagle3DeepseekV2ForCausalLM")),
     ):
         if told:
-            # TorchSpec adds 1 to the ids of Kimi drafters that it writes for vLLM, and then at both places
-            both = name == "TorchSpec" and _ids(config) is not None and _ids(config) == _ids(nested)
-            return Provenance(name, told, None if both or name == "SGLang" else FORMATS[name])
+            sure = name != "TorchSpec" or "_torchspec_version" in config
+            return Provenance(name, told, None if name == "SGLang" else FORMATS[name], sure)
     if architecture.startswith("Eagle3"):
         return Provenance("vLLM", f"architecture {architecture}", None)
     return Provenance("plain EAGLE-3", f"nothing names a project (architecture {architecture or 'not said'})")

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from driftlab.drafter.config import DrafterConfig, ExpertsConfig, LatentConfig
@@ -75,6 +76,10 @@ class Reading:
     num_layers: int | None = None
     """decoder layers of the target, if the user said so"""
     given: Mapping[str, Any] = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()
+    """tensors that the file's own engine leaves out, and so does the drafter; a note names them"""
+    load_embedding: Callable[[], Tensor] | None = None
+    """reads the file's own embedding, where some engines put the target's in its place"""
     trained_for: dict[str, str] | None = None
     """label and fingerprint of the target, where the file names it"""
 
@@ -138,8 +143,9 @@ class Reading:
             DriftlabError: a missing, unused or misshapen tensor, or a drafter that does not fit the target.
         """
         config = self.config_for(target)
-        notes = [*self.layer_notes(target), *self.notes, *self.check(target), *self.about(target)]
-        for words in self.about(target):
+        told = self.about(target)
+        notes = [*self.layer_notes(target), *self.notes, *self.embedding_notes(target), *self.check(target), *told]
+        for words in told:
             warnings.warn(words, stacklevel=3)
         drafter = Drafter(config, target, draft_vocab=self.draft_vocab)
         with naming(self.name):
@@ -183,6 +189,7 @@ class Reading:
             # shapes do not depend on which states they are
             config = self._config(tuple(range(ids.count))) if ids and ids.needs_depth else self.config_for(target)
             shapes = {**self.shapes, **{name: self.shapes[source] for name, source in self.copies.items()}}
+            shapes = {name: shape for name, shape in shapes.items() if name not in self.unused}
             return check_shapes(config, shapes, {row.name for row in self.settled if row.source == "given"})
 
     def layer_notes(self, target: Any = None) -> list[str]:
@@ -190,6 +197,22 @@ class Reading:
         if self.layer_ids is None:
             return []
         return [f"aux_layers: {row.why}" for row in self.conventions_for(target) if row.name == "aux_layers"]
+
+    def embedding_notes(self, target: Any = None) -> list[str]:
+        """Return who would use the target's embedding in place of the file's own, unless the two are known to be equal."""
+        if self.load_embedding is None:
+            return []
+        head, when = getattr(target, "head", None), "if it differs from the target's"
+        if head is not None:
+            own, lent = self.load_embedding().float().cpu(), head.embed.detach().float().cpu()
+            if own.shape == lent.shape and torch.equal(own, lent):
+                return []
+            when = "it differs from this target's, and"
+        without = "" if self.raw.config.get("target_hidden_size") else " and SafeAILab's code (no target_hidden_size)"
+        return [
+            f"own_embed: the file's embedding is used, as in vLLM; {when} SGLang, TensorRT-LLM and tokenspeed (equal "
+            f"widths){without} compute other numbers, for they use the target's: give own_embed=False to do the same"
+        ]
 
     def about(self, target: Any) -> list[str]:
         """Return what does not go together between file and target, in words; nothing without a target."""
@@ -238,6 +261,8 @@ def read_checkpoint(path: str | Path, *, num_layers: int | None = None, **given:
     path = shipped_path(name) if name in SHIPPED and not Path(name).exists() else path
     with naming(name):
         raw = open_checkpoint(path, revision=revision)
+    if not Path(path).exists():
+        name = raw.label  # a hub id, with the commit that was read
     return read_raw(raw, name, num_layers=num_layers, **given)
 
 

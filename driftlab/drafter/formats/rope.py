@@ -125,8 +125,7 @@ def _kind(block: dict[str, Any], name: str, notes: list[str]) -> dict[str, Any]:
             )
         notes.append(
             f"rope: {name} has several position axes ({', '.join(axes) or 'mrope'}); in text all are the token's "
-            "position, so it "
-            "is plain rotary embedding. Images and video are not supported"
+            "position, so it is plain rotary embedding. Images and video are not supported"
         )
     if kind == "default":
         wrong = sorted(
@@ -190,8 +189,7 @@ def _deepseek(scaling: RopeScaling, notes: list[str]) -> RopeScaling:
         if scaling.attention_factor == 1.0 and scaling.mscale_all_dim:
             notes.append(
                 "rope: attention_factor is 1, for which vLLM leaves out the factor m(mscale_all_dim)^2 of the "
-                "softmax scale; it is "
-                "kept here, as in SGLang and TorchSpec"
+                "softmax scale; it is kept here, as in SGLang and TorchSpec"
             )
         return scaling
     mscale = 1.0 if scaling.mscale is None else scaling.mscale

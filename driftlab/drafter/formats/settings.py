@@ -170,8 +170,7 @@ class Settings:
             if value != found[0][0]:
                 raise DriftlabError(
                     f"config.json: {found[0][1]} is {found[0][0]!r}, and {place} is {value!r}: make the two agree, "
-                    "or give the "
-                    "right one"
+                    "or give the right one"
                 )
         return found[0] if found else None
 

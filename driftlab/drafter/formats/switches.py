@@ -8,6 +8,7 @@ leave no trace in the tensors.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from driftlab.drafter.formats.reading import Found
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _SPECFORGE = ("before-879", "after-879")
 _NO_WINDOWS = ("SafeAILab", "SpecForge")
 _NO_QKV_BIAS = ("SpecForge", "SGLang")
+_QKV_BIAS = ("vLLM", "speculators", "TensorRT-LLM")
 
 
 def read_switches(file: File, states: int) -> None:
@@ -60,8 +62,7 @@ def _by_tensors(file: File, name: str, there: bool, flag: tuple[bool | None, str
     if said:
         raise DriftlabError(
             f"config.json: {place} is true, but the file has no {tensors}: it is not made up; copy the tensors, or "
-            f"give {name}=False "
-            "if it was trained without"
+            f"give {name}=False if it was trained without"
         )
     if said is False:
         return Found(False, "read", place)
@@ -78,12 +79,28 @@ def _fusion(file: File, count: int) -> None:
         )
     flag = settings.flag("fc_norm", "use_aux_norm")
     settle("fc_norm", lambda: _by_tensors(file, "fc_norm", bool(there), flag, ", ".join(norms) or "fc"))
-    before = settings.flag("eagle_config.norm_before_fc", "norm_before_fc")
-    settle(
-        "norm_before_fc",
-        lambda: _by_tensors(file, "norm_before_fc", "input_norm.weight" in shapes, before, "input_norm.weight"),
-    )
+    settle("norm_before_fc", lambda: _norm_before_fc(file))
     settle("fc_bias", lambda: _fc_bias(file))
+
+
+def _norm_before_fc(file: File) -> Found:
+    settings, there = file.settings, "input_norm.weight" in file.shapes
+    flag = settings.flag("eagle_config.norm_before_fc", "norm_before_fc")
+    if file.source.name != "TensorRT-LLM":
+        return _by_tensors(file, "norm_before_fc", there, flag, "input_norm.weight")
+    inside = settings.nested.get("norm_before_fc")
+    if inside and file.ledger.rows["fc_norm"].value:
+        file.unused.update({"input_norm.weight"} & set(file.shapes))
+        left = "; input_norm.weight is not used" if there else ""
+        why = f"TensorRT-LLM applies fc_norm alone where eagle_config has norm_before_fc too{left}"
+        return Found(False, "read", f"{why}; give norm_before_fc=True for both", note=True)
+    found = _by_tensors(file, "norm_before_fc", there, flag, "input_norm.weight")
+    if found.value and not inside:
+        why = (
+            f"{found.why}; TensorRT-LLM reads norm_before_fc in eagle_config alone and would not apply it: tensors win"
+        )
+        return Found(True, found.source, f"{why}; give norm_before_fc=False to do as it does", note=True)
+    return found
 
 
 def _fc_bias(file: File) -> Found:
@@ -134,8 +151,7 @@ def _norm_output(file: File, said: bool | None, place: str, when: str | None) ->
         said,
         "assumed",
         f"{place} is {shown_flag(said)}; trained by SpecForge after its PR 879 (2026-09) that is {now}; before it, "
-        f"{meant}. The file "
-        "does not say when",
+        f"{meant}. The file does not say when",
         note=True,
     )
 
@@ -144,15 +160,15 @@ def _residual(file: File) -> None:
     settings, ledger, source = file.settings, file.ledger, file.source.name
     said, place = settings.flag("norm_before_residual", "eagle_config.norm_before_residual")
     if said is not None:
-        why = place + ("; vLLM and speculators alone have it" if said and source != "speculators" else "")
-        found = Found(said, "read", why)
+        alone = said and source != "speculators"
+        why = place + ("; vLLM and speculators alone have it, SGLang and all others ignore it" if alone else "")
+        found = Found(said, "read", why, note=alone and source != "vLLM")
     elif source == "speculators":
         found = Found(
             True,
             "assumed",
             "absent: on, as vLLM reads speculators files (speculators' own class reads off: a converter may have "
-            "lost it; give "
-            "norm_before_residual=False to try)",
+            "lost it; give norm_before_residual=False to try)",
             note=True,
         )
     else:
@@ -182,8 +198,7 @@ def _attention(file: File) -> None:
     if gate and "attention_gate" not in ledger.given:
         ledger.note(
             "attention_gate: on (a gate tensor is there; read as output * sigmoid(gate x), element by element. No "
-            "engine that was "
-            "read documents gated EAGLE-3 drafters: compare with the code that trained it)"
+            "engine that was read documents gated EAGLE-3 drafters: compare with the code that trained it)"
         )
     settle("attention_gate", Found(gate, "tensors", "self_attn.gate is there" if gate else "no gate"))
 
@@ -192,7 +207,10 @@ def _attention_bias(file: File, there: bool) -> Found:
     flag = file.settings.flag("attention_bias")
     if flag[0] and not there and file.source.name in _NO_QKV_BIAS:
         return Found(False, "tensors", f"no q/k/v biases; {file.source.name} carries the setting and has none")
-    return _by_tensors(file, "attention_bias", there, flag, "q_proj.bias, k_proj.bias, v_proj.bias")
+    found = _by_tensors(file, "attention_bias", there, flag, "q_proj.bias, k_proj.bias, v_proj.bias")
+    if found.value and file.source.name not in _QKV_BIAS:
+        return replace(found, why=f"{found.why}; vLLM adds them, SGLang skips them in silence", note=True)
+    return found
 
 
 def _qk_norm(file: File, there: bool) -> Found:
@@ -227,8 +245,8 @@ def _windows(file: File) -> Found:
         return Found((), "read", "layer_types: full_attention")
     if file.source.name in _NO_WINDOWS:
         why = (
-            f"layer_types has sliding_attention, but {file.source.name} trains and SGLang serves without windows; vLLM would "
-            "use them"
+            f"layer_types has sliding_attention, but {file.source.name} trains and SGLang serves without windows; "
+            "vLLM would use them"
         )
         return Found((), "assumed", why, note=True)
     if file.latent:
@@ -237,12 +255,17 @@ def _windows(file: File) -> Found:
         )
     if width is None or settings.get("use_sliding_window") is False:
         raise DriftlabError(
-            "config.json: layer_types has sliding_attention, but sliding_window is "
-            f"{settings.get('sliding_window')} and "
-            f"use_sliding_window {settings.get('use_sliding_window')}: give windows=, one a layer, 0 for all keys"
+            f"config.json: layer_types has sliding_attention, but sliding_window is {settings.get('sliding_window')} "
+            f"and use_sliding_window {settings.get('use_sliding_window')}: give windows=, one a layer, 0 for all keys"
         )
     windows = tuple(width if kind == "sliding_attention" else 0 for kind in types)
-    return Found(windows, "read", "layer_types and sliding_window, as in vLLM; SGLang ignores them", note=True)
+    why = "layer_types and sliding_window, as in vLLM; SGLang ignores them"
+    if file.source.name == "speculators":
+        why += (
+            ". From depth 2 on vLLM counts a window from the drafted position, and so does this; speculators' "
+            "training counts it from the row that the chain starts at"
+        )
+    return Found(windows, "read", why, note=True)
 
 
 def _logit_scale(file: File) -> Found:

@@ -14,6 +14,9 @@ from driftlab.errors import DriftlabError
 if TYPE_CHECKING:
     from driftlab.drafter.formats.eagle3 import File
 
+_OWN_HEAD = ("vLLM", "speculators", "SafeAILab", "TensorRT-LLM")
+"""projects that take the file's head whatever draft_vocab_size says"""
+
 
 def read_whole(settings: Settings, name: str) -> Found:
     """Return a whole number of the settings, which is there."""
@@ -36,10 +39,15 @@ def read_tables(file: File, tensor: Any) -> Tensor | None:
     own_embed, own_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
     ledger.settle("own_embed", lambda: _embed(file, own_embed))
     ledger.settle("lm_head", lambda: _head(file, own_head, own_embed, draft, vocab))
+    if own_head and settings.get("draft_vocab_size") is None and file.source.name not in _OWN_HEAD:
+        ledger.note(
+            "lm_head: draft_vocab_size is not said, though the file has a head of its own: SGLang and tokenspeed "
+            "take the target's head then; vLLM takes the file's, and so does this"
+        )
     if own_head and settings.flag("tie_word_embeddings")[0]:
         ledger.note(
-            "lm_head: tie_word_embeddings is true, but the file has an lm_head.weight: that is used, as in vLLM (SGLang "
-            "takes the embedding)"
+            "lm_head: tie_word_embeddings is true, but the file has an lm_head.weight: that is used, as in vLLM "
+            "(SGLang takes the embedding)"
         )
     return read_draft_vocab(shapes, tensor, vocab_size=vocab, draft_vocab_size=draft, notes=ledger.notes)
 

@@ -163,8 +163,8 @@ def _load_torch(path: Path) -> Any:
         words = str(error)
         if "Unsupported" in words or "weights_only" in words.lower():
             raise DriftlabError(
-                f"{path} holds Python objects beside tensors, and reading them would run code of the file: it is not read "
-                f"(it asks for {_what_is_unsupported(words)}). Save the tensors alone, with safetensors or "
+                f"{path} holds Python objects beside tensors, and reading them would run code of the file: it is not "
+                f"read (it asks for {_what_is_unsupported(words)}). Save the tensors alone, with safetensors or "
                 "torch.save(state_dict, ...)"
             ) from error
         raise broken(path, "torch", error) from error

@@ -42,8 +42,7 @@ def read_draft_vocab(
     if "d2t" not in shapes:
         raise DriftlabError(
             f"no d2t, though the draft vocabulary has {draft_vocab_size} of {vocab_size} tokens: without it nobody "
-            "knows which "
-            "token a draft id means"
+            "knows which token a draft id means"
         )
     if shapes["d2t"] != (draft_vocab_size,):
         raise DriftlabError(f"d2t is {list(shapes['d2t'])}, the configuration makes it [{draft_vocab_size}]")
@@ -53,21 +52,18 @@ def read_draft_vocab(
     if marked is not None and torch.equal(d2t, marked) and not torch.equal(ids, marked):
         notes.append(
             "d2t: it holds target ids, not offsets (they are exactly those that t2d marks); converted. Engines that "
-            "read this file "
-            "as it is map draft ids to the wrong tokens"
+            "read this file as it is map draft ids to the wrong tokens"
         )
         return d2t
     if not _valid(ids, vocab_size):
         raise DriftlabError(
             "d2t holds no valid offsets (target id = draft id + d2t[draft id] must ascend within "
-            f"0..{vocab_size - 1}; here it runs "
-            f"from {int(ids[0])} to {int(ids[-1])})"
+            f"0..{vocab_size - 1}; here it runs from {int(ids[0])} to {int(ids[-1])})"
         )
     if marked is None and len(d2t) > 1 and bool((d2t.diff() > 0).all()):
         raise DriftlabError(
             "d2t ascends strictly, as a list of target ids does (verl-SpeCo#67); as offsets it would leave out "
-            "every second token "
-            "or more, and no t2d says that this is meant. Offsets are wanted: target id - draft id"
+            "every second token or more, and no t2d says that this is meant. Offsets are wanted: target id - draft id"
         )
     if marked is not None and not torch.equal(ids, marked):
         raise DriftlabError("t2d and d2t name different draft vocabularies")

@@ -44,9 +44,9 @@ def reading_words(reading: Reading, target: Any = None) -> str:
         *_table([(name, f"{list(shape)}") for name, shape in sorted(reading.shapes.items())]),
         "",
         "conventions",
-        *_table([(row.name, row.source, _told(row)) for row in rows if row.name not in _SHAPES]),
+        *_table([(row.name, row.source, _told(row)) for row in rows if _in_table(row)]),
     ]
-    notes = [*reading.layer_notes(target), *reading.notes, *reading.about(target)]
+    notes = _notes(reading, target)
     if notes:
         lines += ["", "notes", *(line for note in notes for line in _wrapped(f"- {note}", "  "))]
     return "\n".join(lines)
@@ -65,7 +65,7 @@ def reading_values(reading: Reading, target: Any = None) -> dict[str, Any]:
         "conventions": [
             {"name": row.name, "value": _plain(row.value), "source": row.source, "why": row.why} for row in rows
         ],
-        "notes": [*reading.layer_notes(target), *reading.notes, *reading.about(target)],
+        "notes": _notes(reading, target),
     }
 
 
@@ -80,6 +80,20 @@ def reading_lines(reading: Reading, target: Any = None, *, as_json: bool = False
         return json.dumps({**reading_values(reading, target), "fault": fault or None}, indent=2, ensure_ascii=False)
     verdict = f"It cannot be loaded so: {fault}" if fault else "The tensors are those that these conventions want."
     return "\n".join([reading_words(reading, target), "", *_wrapped(verdict, "")])
+
+
+def _notes(reading: Reading, target: Any) -> list[str]:
+    return [
+        *reading.layer_notes(target),
+        *reading.notes,
+        *reading.embedding_notes(target),
+        *reading.about(target),
+    ]
+
+
+def _in_table(row: Convention) -> bool:
+    """Sizes stand in a line of their own; those that are assumed are told here too, with the reason."""
+    return row.name not in _SHAPES or row.source == "assumed"
 
 
 def _told(row: Convention) -> str:

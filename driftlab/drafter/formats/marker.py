@@ -1,0 +1,53 @@
+"""driftlab_export.json: what an export of driftlab says of itself, beside the files that an engine reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from driftlab.drafter.formats.files import read_object
+from driftlab.errors import DriftlabError
+
+MARKER = "driftlab_export.json"
+PROJECTS = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators", "safeailab": "SafeAILab"}
+"""format of an export -> name in ``provenance.FORMATS``"""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """For which project an export was written, and which states it reads."""
+
+    project: str
+    states: tuple[int, ...]
+    """boundaries; (): the target's final state"""
+    layer_ids: tuple[int, ...] | None
+    """the same as config.json has them, in the engine's counting; None: left out"""
+
+
+def marker_values(form: str, states: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what an export writes of its format and its states."""
+    return {"format": form, "states": list(states), "layer_ids": _written_ids(settings)}
+
+
+def read_marker(raw: Any) -> Marker | None:
+    """Return what driftlab_export.json says; None if there is none, or if it names no format that is known.
+
+    Raises:
+        DriftlabError: it is broken, or config.json has other layer ids than were written.
+    """
+    values = read_object(raw.folder, MARKER) or {}
+    project, states, ids = PROJECTS.get(str(values.get("format"))), values.get("states"), values.get("layer_ids")
+    if project is None or not isinstance(states, list):
+        return None
+    found = _written_ids(raw.config)
+    if found != ids:
+        raise DriftlabError(
+            f"config.json has layer ids {found}, but {MARKER} says that {ids} were written, for states {states}: "
+            "export it again, or pass format= for the project whose file it is now"
+        )
+    return Marker(project, tuple(states), None if ids is None else tuple(ids))
+
+
+def _written_ids(settings: dict[str, Any]) -> list[int] | None:
+    name, block = "eagle_aux_hidden_state_layer_ids", settings.get("eagle_config")
+    return settings.get(name) or (block.get(name) if isinstance(block, dict) else None)
