@@ -145,7 +145,8 @@ def accept(
     tree = draft.tree if isinstance(draft, TreeDraft) else None
     if tree is not None and rule != "argmax":
         raise DriftlabError(
-            f'rule {rule!r}: a tree\'s children are not drawn by chance; they are accepted by rule="argmax"'
+            f'rule {rule!r}: a tree\'s children are not drawn by chance; they are accepted by rule="argmax". For children that '
+            "are: SampledTree and accept_siblings in driftlab.siblings"
         )
     if tree is None:
         match = (draft.tokens == actual) & valid

@@ -20,7 +20,7 @@ from torch import Tensor
 from driftlab.draft import Draft, text_digest
 from driftlab.errors import DriftlabError
 from driftlab.estimators import round_counts, start_weights, uncensored_starts
-from driftlab.intervals import bootstrap_ratio
+from driftlab.intervals import bootstrap_ratio, limits
 from driftlab.simulation import Expected, Simulation
 from driftlab.trajectory import Trajectory
 
@@ -84,6 +84,7 @@ def buckets(
         if there.any():
             # a prompt without rounds here says nothing here: resampling it too would make one prompt look certain
             tau = bootstrap_ratio(top[there], bottom[there], samples=samples, seed=seed)
+            tau = tau.within(*limits("tau", table.depth))
             place = {"by": by, "bucket": name, "begin": begin, "end": end}
             beyond = bool(trained_length) and begin > trained_length
             found = {"tau": tau.value, "low": tau.low, "high": tau.high, "rounds": float(bottom.sum())}

@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 
 from driftlab import plotting
-from driftlab.account import account
+from driftlab.account import account, legend
 from driftlab.drafter import SHIPPED, Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic
@@ -83,7 +83,8 @@ def run_demo(
     with atomic(out / "summary.csv") as temporary:
         summary.to_csv(temporary, index=False, float_format="%.6g")
     panels = draw(rows, out)
-    notes = describe(target, drafters, answers, config, live, seconds)
+    accounts = account(simulations, answers, base="smollm2-eagle3")
+    notes = [*describe(target, drafters, answers, config, live, seconds), *legend(accounts)]
     write_report(
         out / "report.html",
         title="Attention drift, measured: EAGLE-3 and EAGLE 3.1 on SmolLM2-135M",
@@ -92,7 +93,7 @@ def run_demo(
         f"seed. K = {config.depth}; greedy; {len(answers)} prompts.",
         tables={
             "Summary": summary,
-            **account(simulations, answers, base="smollm2-eagle3"),
+            **accounts,
             "Sinks: the target's and the drafters'": sink_table(drafters, answers, target),
         },
         panels=panels,
@@ -181,7 +182,7 @@ def draw(rows: pd.DataFrame, out: Path) -> dict[str, Path]:
             "match_ttt",
             lambda: plotting.plot_match(rows),
         ),
-        "tau with its interval": ("tau", lambda: plotting.plot_tau(main)),
+        "tau with its interval": ("tau", lambda: plotting.plot_tau(rows)),
         "Acceptance by depth, given all earlier drafts were accepted": (
             "acceptance",
             lambda: plotting.plot_acceptance(main),
@@ -242,6 +243,9 @@ def describe(
         f"tau counts the bonus token, over the rounds of the walk (K = {config.depth}); rounds cut by the length limit "
         "are excluded. Match is over all starts, text-fed; mass and magnitude are over all starts, fed with the "
         "drafter's own tokens.",
+        f"Summary, by depth d: match_d1, match_d{config.match_depth}: text-fed match; rms: RMS of the feedback; sink, self: "
+        "mass on SINK and SELF; tau_low, tau_high: 95 % over prompts. SELF grows with the number of own keys by itself: read "
+        "it beside its null line.",
         f"Sink: position {answers.sinks[0]}, searched in the target over {answers.sink_report.get('searched_positions')} "
         "shared positions. The table shows the target's and the drafters' own, as they are: a drafter need not inherit it. "
         "The dashed SELF null is what the same keys would get at depth 1.",

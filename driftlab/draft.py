@@ -231,7 +231,7 @@ def all_starts(
             none: arg-max drafts only.
         top: largest logits kept with it; any draft temperature is exact for a draft top_k up to so many.
         max_tokens: size of a batch; results do not depend on it beyond rounding.
-        progress: called with ("drafting", sequences done, sequences).
+        progress: called with ("drafting", done, sequences x K), before the first depth of all and after each depth of a batch.
     """
     check_depth(depth)
     check_fits(drafter, data)
@@ -244,7 +244,8 @@ def all_starts(
         )
     device, dtype = drafter.device, drafter.dtype
     drafts = []
-    done = 0
+    done, total = 0, depth * len(data)
+    progress("drafting", done, total)
     for batch in [data] if isinstance(data, Batch) else data.batches(max_tokens):
         batch = batch.to(device, dtype)
         tokens, kept = [], []
@@ -253,6 +254,8 @@ def all_starts(
             if temperatures:
                 wanted = text_at(batch, state.starts.rows + state.depth + 1)
                 kept.append(_kept_logits(drafter, state.normed, wanted, temperatures, top))
+            done += len(batch)
+            progress("drafting", done, total)
         starts = batch.starts
         digests = tuple(text_digest(row[:n]) for row, n in zip(batch.tokens.cpu(), batch.lengths.tolist(), strict=True))
         drafted = torch.stack(tokens, -1).cpu()
@@ -261,8 +264,6 @@ def all_starts(
             parts = [torch.stack(part, 2).cpu() for part in zip(*kept, strict=True)]
             logits = DraftLogits(*parts, tuple(float(t) for t in temperatures), drafter.config.draft_vocab_size)
         drafts.append(Draft(drafted, starts.rows.cpu(), starts.valid.cpu(), batch.ids, feed, digests, logits))
-        done += len(batch)
-        progress("drafting", done, len(data))
     return _joined(drafts)
 
 

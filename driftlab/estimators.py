@@ -42,7 +42,7 @@ import pandas as pd
 from driftlab.acceptance import accept
 from driftlab.draft import Draft
 from driftlab.errors import DriftlabError
-from driftlab.intervals import Interval, percentile_interval
+from driftlab.intervals import Interval, limits, percentile_interval
 from driftlab.simulation import Expected, Simulation, simulate
 from driftlab.trajectory import Batch, Trajectory
 
@@ -129,6 +129,7 @@ def estimates(simulation: Simulation | Expected, *, samples: int = 2000, seed: i
             continue
         over = {"tau": 1, "tau_uncensored": 3}.get(name, 4)
         value = _bootstrap(sums, lambda s, name=name: _estimators(s, depth)[name], (over,), samples, seed)
+        value = value.within(*limits(name, depth))
         bias = _bootstrap(sums, lambda s, name=name: _bias(_estimators(s, depth), name), (over, 3), samples, seed)
         line = {"depth_max": depth, "quantity": name, **value._asdict(), "n": float(counts[over]), "starts": starts}
         lines.append({**line, "bias": bias.value, "bias_low": bias.low, "bias_high": bias.high})
@@ -214,7 +215,7 @@ def decompose(simulation: Simulation | Expected, *, samples: int = 2000, seed: i
         parts = (here, m[..., k], before, after)
         sums = np.stack([(x * w).sum(1) for w in (1, v) for x in parts], 1)
         for name, (starts, over) in _TERMS.items():
-            value = _bootstrap(sums, lambda s, name=name: _terms(s)[name], (over,), samples, seed)
+            value = _bootstrap(sums, lambda s, name=name: _terms(s)[name], (over,), samples, seed).within(*limits(name))
             n = float(sums[:, over].sum())
             lines.append({"depth": k + 1, "quantity": name, **value._asdict(), "n": n, "starts": starts})
     return pd.DataFrame(lines)

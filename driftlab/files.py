@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from driftlab.errors import DriftlabError
+
+_log = logging.getLogger(__name__)
+_PATIENCE = 1.0
+"""seconds of waiting for a lock before it is said"""
 
 
 def cache_dir() -> Path:
@@ -32,11 +37,18 @@ def cache_dir() -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path`` + ``.lock`` for the block; a second process waits. Released when a process dies."""
+    """Hold the lock file ``path`` + ``.lock`` for the block; a second process waits, and a logging warning says so once.
+
+    Released when a process dies.
+    """
     lock = FileLock(f"{path}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        try:
+            lock.acquire(timeout=_PATIENCE)
+        except Timeout:
+            _log.warning("waiting for another process that writes %s", path)
+            lock.acquire()
     except OSError as error:
         raise _explained(error, Path(f"{path}.lock")) from error
     try:

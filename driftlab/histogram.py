@@ -138,12 +138,15 @@ class EngineValue:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What ``engine`` would print. ``source``: the files described. ``left_out``: names with the reason."""
+    """What ``engine`` would print. ``source``: the files described. ``left_out``: names with the reason. ``note``:
+    a warning.
+    """
 
     engine: str
     source: str
     values: tuple[EngineValue, ...]
     left_out: tuple[tuple[str, str], ...] = ()
+    note: str = ""
 
     def __getitem__(self, quantity: str | tuple[str, int]) -> EngineValue:
         """Return the value of a quantity, or of (quantity, position)."""
@@ -154,8 +157,20 @@ class EngineReport:
         raise DriftlabError(f"{self.engine} has no {key}; it has {sorted({v.quantity for v in self.values})}")
 
     def frame(self) -> pd.DataFrame:
-        """One row a value, engine first."""
+        """One row a value, engine first; fractions where the tool prints per cent (:meth:`printed` is shorter)."""
         return pd.DataFrame([{"engine": self.engine, **vars(value)} for value in self.values])
+
+    def printed(self) -> pd.DataFrame:
+        """Return the short form, in the tool's own units; ``position`` is "" of totals."""
+        return in_units(self.frame()[["name", "position", "value", "low", "high", "unit", "per", "bonus"]])
+
+
+def in_units(table: pd.DataFrame) -> pd.DataFrame:
+    """Turn fractions into per cent where ``unit`` is "%", and position 0 into ""."""
+    times = np.where(table["unit"] == "%", 100.0, 1.0)
+    numbers = [name for name, kind in table.dtypes.items() if pd.api.types.is_float_dtype(kind)]
+    scaled = table.assign(**{name: table[name] * times for name in numbers})
+    return scaled.assign(position=[str(k) if k else "" for k in table["position"]])
 
 
 # ---------------------------------------------------------------------------------------------- what engines count

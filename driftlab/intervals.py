@@ -18,6 +18,29 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def within(self, least: float | int, most: float | int) -> Interval:
+        """Cut the ends to what the quantity can be; the value stays inside, and ends that are NaN stay so."""
+        low, high = np.clip([self.low, self.high], least, most)
+        return Interval(self.value, float(np.minimum(low, self.value)), float(np.maximum(high, self.value)))
+
+
+_TOKENS_PER_ROUND = ("tau", "tau_uncensored", "all_starts_mean", "product_of_rates", "iid_formula")
+_SHARES = (
+    *("match", "accept_", "accepted_exactly", "accepted_nothing", "ability", "conditional_"),
+    *("mass_", "recent", "entropy_relative", "repeated_ngrams", "periodic_tail"),
+)
+
+
+def limits(quantity: str, depth_max: int = 0) -> tuple[float, float]:
+    """Return the least and the most that a quantity can be: [1, K + 1] for tau (``depth_max`` is K, 0: unknown), [0, 1] for
+    shares.
+    """
+    if quantity in _TOKENS_PER_ROUND:
+        return 1.0, depth_max + 1.0 if depth_max else np.inf
+    if quantity.startswith(_SHARES):
+        return 0.0, 1.0
+    return (0.0 if quantity.startswith(("rms_", "entropy")) else -np.inf), np.inf
+
 
 # ---------------------------------------------------------------------------------------------- the frame
 
@@ -118,7 +141,7 @@ def percentile_interval(
 
     the aim of the expanded percentile interval (Hesterberg 2014, arXiv:1411.5279), which looks up further percentiles instead
     and so finds none beyond the largest resample. n = 2: 9.17 times as wide, 5: 1.58, 12: 1.17, 40: 1.05. Ends may lie
-    beyond what the statistic can be: so little is known.
+    beyond what the statistic can be (so little is known): :meth:`Interval.within` cuts them where that is known.
 
     Args:
         value: of the prompts as they are.

@@ -27,7 +27,7 @@ from matplotlib.ticker import LogLocator
 
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic
-from driftlab.intervals import Interval, bootstrap_ratio, weighted_mean
+from driftlab.intervals import Interval, bootstrap_ratio, limits, weighted_mean
 from driftlab.results import NEUTRAL, TOGGLES, VARYING, mixed_settings
 
 COLORS = sns.color_palette("colorblind").as_hex()
@@ -91,9 +91,9 @@ def curve(frame: pd.DataFrame, quantity: str, *, samples: int = 2000, seed: int 
     """Return one quantity by depth: ``results.VARYING`` (a drafter), ``depth``, ``value``, ``n``, ``low``, ``high``.
 
     Heads, layers and prompts are pooled by ``intervals.weighted_mean``; rows for a mean (head -1, prompt "") count only
-    where the finer ones are absent. With two or more prompts the interval is a 95 % bootstrap over them; a single row
-    keeps its own. No row of that quantity, or more than one ``window``, is a :class:`DriftlabError`; averaging over
-    rows whose settings differ (other than ``seed``) warns.
+    where the finer ones are absent. With two or more prompts the interval is a 95 % bootstrap over them, cut to what the
+    quantity can be (``intervals.limits``); a single row keeps its own. No row of that quantity, or more than one
+    ``window``, is a :class:`DriftlabError`; averaging over rows whose settings differ (other than ``seed``) warns.
     """
     return _curve(_select(frame, quantity), samples, seed)
 
@@ -117,9 +117,12 @@ def caption(frame: pd.DataFrame) -> str:
         "ttt": "TTT {}",
         "rule": "rule: {}",
     }
-    words = []
+    words, matches = [], set(frame["quantity"]) == {"match"}
     for name, form in forms.items():
         values = sorted(frame[name].unique().tolist())
+        if name == "depth_max" and matches:  # match does not depend on K, and may be measured deeper
+            words.append(f"match to depth {frame['depth'].max()}")
+            continue
         # "" and 0, and a top-p of 1, are "not said", but for a temperature
         if name == "temperature" or any(value != NEUTRAL[name] for value in values):
             said = "/".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
@@ -151,6 +154,7 @@ def _curve(rows: pd.DataFrame, samples: int = 2000, seed: int = 0) -> pd.DataFra
         alone = finest[~finest["depth"].duplicated(keep=False)].set_index("depth")
         for depth, prompts in weighted_mean(finest, ["depth", "prompt"]).groupby("depth"):
             interval, n = _pooled(prompts, samples, seed)
+            interval = interval.within(*limits(one["quantity"].iloc[0], int(one["depth_max"].max())))
             if depth in alone.index:  # a single row keeps its own
                 interval = interval._replace(low=alone.at[depth, "low"], high=alone.at[depth, "high"])
             parts.append([*key, depth, interval.value, n, interval.low, interval.high])
@@ -194,7 +198,8 @@ def _drafters(rows: pd.DataFrame) -> list[tuple[str, dict[str, Any], pd.DataFram
         marker = MARKERS[(2 * alike[fc_norm, norm_output] + fc_norm) % len(MARKERS)]
         alike[fc_norm, norm_output] += 1
         look = {"color": HUES[norm_output], "linestyle": STYLES[fc_norm], "marker": marker}
-        label = variant if variant and names.count(variant) == 1 else f"{variant} {drafter}".strip() or "drafter"
+        both = drafter if variant in drafter else f"{variant} {drafter}".strip()
+        label = variant if variant and names.count(variant) == 1 else both or "drafter"
         found.append((label, look, group))
     return found
 
@@ -253,22 +258,23 @@ def plot_match(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax, series = _panel(rows, ax, "top-1 match, all starts")
         # from zero, but only as high as the data: untrained or small drafters match a tenth of the text
         ax.set_ylim(0, min(1.03, 1.2 * max(_highest(series), 0.01)))
-        for ttt in sorted(set(rows["ttt"]) - {0}):
-            if ttt <= rows["depth"].max():
-                ax.axvline(ttt, color=GREY, linestyle=":", linewidth=1, label=f"_TTT {ttt}", zorder=1)
-                _note(ax, f"trained to {ttt}", (ttt, ax.get_ylim()[1]), (3, -2), size=7)
+        depths = [ttt for ttt in sorted(set(rows["ttt"]) - {0}) if ttt <= rows["depth"].max()]
+        for place, ttt in enumerate(depths):  # above the panel, one higher than the other: nothing runs through them
+            ax.axvline(ttt, color=GREY, linestyle=":", linewidth=1, label=f"_TTT {ttt}", zorder=1)
+            above = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom", "size": 7}
+            _note(ax, f"trained to {ttt}", (ttt, 1), (0, 2 + COUNT_HEIGHT * place), **above)
     return ax
 
 
 def plot_acceptance(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Draw acceptance given that all earlier drafts were accepted, with n per depth under the axis.
 
-    Deep depths are reached by few rounds: a point with n below 10 is hollow.
+    Deep depths are reached by few rounds: a point with n below 10 is hollow, faint and not joined to others.
     """
     with theme():
         ax, series = _panel(_select(frame, "accept_conditional"), ax, "acceptance, given all before", counts=True)
         ax.set_ylim(0, 1.03)
-        hollow = {"linestyle": "none", "markerfacecolor": "white"}
+        hollow = {"linestyle": "none", "markerfacecolor": "white", "alpha": 0.55}
         for label, look, points in series:
             few = points[(points["n"] < FEW) & points["value"].notna()]
             if len(few):
@@ -386,8 +392,9 @@ def _panel(
     series = _series(_curve(rows))
     ax = _axes(ax)
     for label, look, points in series:
-        # a band over next to no rounds would say nothing and cover the rest
-        _line(ax, points.where(points["n"] >= FEW, points.assign(low=np.nan)) if counts else points, label, **look)
+        # a line or band over next to no rounds would say nothing and cover the rest
+        unknown = dict.fromkeys(("value", "low", "high"), np.nan)
+        _line(ax, points.where(points["n"] >= FEW, points.assign(**unknown)) if counts else points, label, **look)
     _depth_axis(ax, [points for _, _, points in series])
     ax.set(xlabel="draft depth", ylabel=ylabel)
     _legend(ax)

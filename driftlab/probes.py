@@ -60,7 +60,13 @@ class Probe(ABC):
         """Register the hooks; subclasses say which."""
 
     def frame(self, **settings: Any) -> pd.DataFrame:
-        """Return the rows seen so far. ``settings`` fill the settings columns (feed, template, ...).
+        """Return the rows seen so far.
+
+        Args:
+            settings: fill settings columns. The drafter's own are known, and ``depth_max``, the deepest that ran. A probe does
+                not know ``target``, ``drafter`` (a name), ``feed``, ``starts``, ``temperature``, ``template``, ``seed``: what
+                is not given stays empty, and rows that differ there must not be pooled. ``measure.settings`` makes them all,
+                ``measure.probe_rows`` does the whole.
 
         Raises:
             DriftlabError: when nothing ran inside the ``with`` block.
@@ -74,7 +80,8 @@ class Probe(ABC):
             }
             for (prompt, layer, head, depth, quantity, window), (total, count) in self._sums.items()
         ]
-        return as_rows(records, **{**drafter_settings(self.drafter), **settings})
+        known = {**drafter_settings(self.drafter), "depth_max": max(record["depth"] for record in records)}
+        return as_rows(records, **{**known, **settings})
 
     def _watch(self, names: Any, function: Any) -> None:
         self._stack.enter_context(self.drafter.hooks([(names, function)]))

@@ -18,6 +18,7 @@ from driftlab.files import write_text
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ROWS_SHOWN = 200
+P_VALUES = ("p", "p_adjusted")
 # the policy makes a browser refuse whatever a later edit might try to fetch
 HEAD = """<!doctype html>
 <html lang="en">
@@ -84,6 +85,11 @@ def write_report(
     write_text(Path(path), "".join(parts))
 
 
+def p_words(p: float) -> str:
+    """Write a p-value to three decimals; one that would read 0.000 is "< .001"."""
+    return "–" if _is_missing(p) else "< .001" if p < 0.0005 else f"{p:.3f}"
+
+
 def _escaped(text: Any) -> str:
     return html.escape(str(text))
 
@@ -106,7 +112,10 @@ def _table(name: str, table: pd.DataFrame) -> str:
     if any(table.index.names) or not pd.api.types.is_integer_dtype(table.index):
         table = table.reset_index()
     shown = table.iloc[:ROWS_SHOWN]
-    columns = [_column(shown.iloc[:, place]) for place in range(shown.shape[1])]
+    columns = [
+        [p_words(p) for p in shown.iloc[:, place]] if name in P_VALUES else _column(shown.iloc[:, place])
+        for place, name in enumerate(shown.columns)
+    ]
     marks = [' class="number"' if _is_number(shown.iloc[:, place]) else "" for place in range(shown.shape[1])]
     head = "".join(f"<th{mark}>{_escaped(column)}</th>" for mark, column in zip(marks, table.columns, strict=True))
     body = "".join(

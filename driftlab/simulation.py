@@ -30,7 +30,7 @@ import numpy as np
 from driftlab.acceptance import Acceptance, share
 from driftlab.errors import DriftlabError
 from driftlab.histogram import RequestHistogram
-from driftlab.intervals import Interval, bootstrap_difference, bootstrap_ratio, pooled_ratio
+from driftlab.intervals import Interval, bootstrap_difference, bootstrap_ratio, limits, pooled_ratio
 from driftlab.trees import SampledTree
 
 End = Literal["bonus", "eos", "cut"]
@@ -97,8 +97,9 @@ class _Outcome(ABC):
         return pooled_ratio(self.emitted, self.verify_rounds)
 
     def tau_interval(self, samples: int = 2000, seed: int = 0) -> Interval:
-        """tau with its 95 % interval by bootstrap over prompts."""
-        return bootstrap_ratio(self.emitted, self.verify_rounds, samples=samples, seed=seed)
+        """tau with its 95 % interval by bootstrap over prompts, cut to [1, K + 1]."""
+        interval = bootstrap_ratio(self.emitted, self.verify_rounds, samples=samples, seed=seed)
+        return interval.within(*limits("tau", self.depth))
 
     @property
     def tau_uncensored(self) -> float:

@@ -199,9 +199,7 @@ class Trajectory:
         """Open a finished recording. Raises DriftlabError if it is missing, unfinished, broken or of another version."""
         path = Path(path)
         if not (path / "trajectory.json").is_file():
-            pieces = len(list(path.glob("piece-*.safetensors")))
-            state = f"holds {pieces} pieces of an unfinished recording" if pieces else "is not a recording"
-            raise DriftlabError(f"{path} {state}: run the same record command again")
+            raise DriftlabError(f"{path} {_what_it_is(path)}")
         values = read_json(path / "trajectory.json")
         check_version(values.get("format_version"), path / "trajectory.json")
         if lacking := [name for name in _TRAJECTORY_KEYS if name not in values]:
@@ -301,6 +299,22 @@ class Trajectory:
             group.append(index)
         if group:
             yield self.batch(group)
+
+
+def _what_it_is(path: Path) -> str:
+    """Say of a path without trajectory.json whether it is missing, empty, unfinished or something else."""
+    again = "run the same record command again"
+    if not path.exists():
+        return "is not a recording: there is no such folder; make one with driftlab record, or look at the name"
+    if not path.is_dir():
+        return "is not a recording: it is a file, and a recording is a folder"
+    if pieces := len(list(path.glob("piece-*.safetensors"))):
+        return f"holds {pieces} pieces of an unfinished recording: {again}"
+    found = sorted(entry.name for entry in path.iterdir())
+    if not found:
+        return f"is not a recording: the folder is empty (stopped before its first piece?); {again}"
+    few = ", ".join(found[:3])
+    return f"is not a recording: it has no trajectory.json and no piece, but {few}; look at the name, or {again}"
 
 
 def piece_path(folder: Path, piece: int) -> Path:

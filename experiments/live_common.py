@@ -73,7 +73,7 @@ def tiny_pair(index: int) -> tuple[Target, Drafter]:
 def tiny(
     index: int, rule: str, rounds: int, seed: int, folder: Path, report: Callable[[int, int], None]
 ) -> pd.DataFrame:
-    """At least ``rounds`` live rounds of one setting and rule on a tiny random target, against replay; dice from ``seed`` on."""
+    """At least ``rounds`` live rounds of a setting and rule on a tiny random target, against replay; dice from ``seed`` on."""
     sampling, drafting, depth = SETTINGS[index]
     target, drafter = tiny_pair(index)
     done, frames = 0, []

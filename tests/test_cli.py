@@ -84,6 +84,49 @@ def test_simulate_shows_what_stands_beside_tau(saved, tiny_trajectory, monkeypat
     (line, _) = [x for x in capsys.readouterr().out.splitlines() if "Mean acceptance length" in x]
     assert f"{mean:.3f}" in line
     assert "1.500" in line
+    assert f"{100 * engine_report('vllm', outcome.histograms())['accept_rate'].value:.3f}" in told
+    run_main(monkeypatch, *common, "--as", "vllm", "--log", log, "--log-format", "vllm-log")
+    (line, _) = [x for x in capsys.readouterr().out.splitlines() if "Avg Draft acceptance rate" in x]
+    assert "16.667" in line  # in vLLM's own unit, on both sides
+
+
+def test_tables_explain_themselves(saved, tiny_trajectory, monkeypatch, capsys):
+    common = (
+        "simulate",
+        tiny_trajectory.path,
+        saved / "eagle3",
+        saved / "eagle31",
+        "--depth",
+        3,
+        "--out",
+        saved / "r.csv",
+    )
+    run_main(monkeypatch, *common, "--details")
+    told = capsys.readouterr().out
+    for words in (
+        "tau_uncensored - 1",
+        "p_adjusted: for the number",
+        "mdd: smallest",
+        "periodic_tail: share",
+        "n_rounds_reached",
+    ):
+        assert words in told
+    by_category = told.split("tau by category\n")[1].splitlines()[0].split()
+    assert by_category == ["drafter", "bucket", "tau", "low", "high", "rounds", "prompts"]
+    rounds = told.split("tau by category\n")[1].splitlines()[1].split()[-2]
+    assert rounds.isdigit()
+    assert "the default" not in told  # greedy text: there is no rule to choose
+
+
+def test_sampled_text_says_which_rule_was_taken(saved, tiny_target, monkeypatch, capsys):
+    sampled = tiny_target.record(
+        ["hello", "ab"], max_new_tokens=6, temperature=1.0, template=False, out=saved / "sampled"
+    )
+    common = ("simulate", sampled.path, saved / "eagle3", "--depth", 2, "--out", saved / "r.csv")
+    run_main(monkeypatch, *common)
+    assert "drafts: argmax (the default; so vLLM and SGLang draft" in capsys.readouterr().out
+    run_main(monkeypatch, *common, "--rule", "rejection")
+    assert "the default" not in capsys.readouterr().out
 
 
 def test_simulate_draws_trees(saved, tiny_trajectory, monkeypatch, capsys):
@@ -97,8 +140,11 @@ def test_simulate_draws_trees(saved, tiny_trajectory, monkeypatch, capsys):
     assert rows[rows["quantity"] == "tau"]["value"].item() == pytest.approx(expected.tau)
     assert set(rows["drafting"]) == {"dynamic tree of 5 nodes, depth 3, top 2"}
     assert "product_of_rates" not in capsys.readouterr().out
-    run_main(monkeypatch, *common, "--chains", 2, "--depth", 2)
-    assert "static tree of 4 nodes, depth 2" in capsys.readouterr().out
+    run_main(monkeypatch, *common, "--chains", 2, "--depth", 2, "--as", "vllm")
+    told = capsys.readouterr().out
+    assert "static tree of 4 nodes, depth 2" in told
+    assert "vLLM drafts chains alone" in told
+    run_main(monkeypatch, *common, "--tree", 3, 2, 5, "--depth", 3)
 
 
 def test_simulate_refuses_before_any_work(saved, tiny_trajectory, monkeypatch, capsys):
@@ -106,6 +152,10 @@ def test_simulate_refuses_before_any_work(saved, tiny_trajectory, monkeypatch, c
     for words, *options in (
         ("ways to draft", "--tree", 3, 2, 5, "--chains", 2),
         ("ways to draft", "--chains", 2, "--rule", "exact"),
+        ("SampledTree", "--tree", 3, 2, 5, "--rule", "rejection"),
+        ("--depth says 4", "--tree", 3, 2, 5, "--depth", 4),
+        ("give --draft-temperature", "--rule", "rejection"),
+        ("add --rule rejection", "--draft-temperature", 0.5),
         ("no such convention", "--as", "vlm"),
         ("add --as", "--log", saved / "no.log"),
         ("wants a file", "--as", "vllm", "--log", saved / "no.log"),
@@ -134,7 +184,8 @@ def test_train_then_simulate(tiny_trajectory, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("simulate", "nowhere", "d"), "is not a recording"),
+        (("simulate", "nowhere", "d"), "is not a recording: there is no such folder"),
+        (("record", "out", "--temperature", "-1"), "--temperature -1 --top-k 0 --top-p 1: "),
         (("record", "out", "--prompts", "nothing.jsonl"), "nothing.jsonl"),
     ],
 )
@@ -152,6 +203,28 @@ def test_an_unknown_drafter_is_named(tiny_trajectory, monkeypatch, capsys, tmp_p
     with pytest.raises(SystemExit):
         run_main(monkeypatch, "simulate", tiny_trajectory.path, tmp_path / "absent")
     assert "absent" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, "simulate", tiny_trajectory.path, "smollm2-eagel31", "--out", tmp_path / "r.csv")
+    assert "those shipped are smollm2-eagle3, smollm2-fc_norm" in capsys.readouterr().err
+
+
+def test_what_is_no_recording_is_told_apart(tmp_path):
+    from driftlab import Trajectory
+
+    with pytest.raises(DriftlabError, match="nowhere is not a recording: there is no such folder"):
+        Trajectory.open(tmp_path / "nowhere")
+    folder = tmp_path / "hollow"
+    folder.mkdir()
+    with pytest.raises(DriftlabError, match=r"hollow is not a recording: the folder is empty .*same record command"):
+        Trajectory.open(folder)
+    (folder / "notes.txt").touch()
+    with pytest.raises(DriftlabError, match=r"no trajectory.json and no piece, but notes.txt; look at the name"):
+        Trajectory.open(folder)
+    with pytest.raises(DriftlabError, match="it is a file"):
+        Trajectory.open(folder / "notes.txt")
+    (folder / "piece-00000.safetensors").touch()
+    with pytest.raises(DriftlabError, match="holds 1 pieces of an unfinished recording: run the same record command"):
+        Trajectory.open(folder)
 
 
 def test_interrupted_work_says_how_to_go_on(monkeypatch, capsys):

@@ -402,3 +402,22 @@ def test_wrong_questions_are_refused():
 def test_starts_without_torch():
     code = "import sys, driftlab.engines.conventions, driftlab.engines.logs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_per_cent_is_printed_as_per_cent():
+    report = engine_report("vllm", [of("a", [2, 0, 1], depth=3)])
+    table = report.printed().set_index(["name", "position"])
+    assert table.loc[("Avg Draft acceptance rate", ""), "value"] == pytest.approx(100 * 3 / 9)
+    assert table.loc[("Avg Draft acceptance rate", ""), "unit"] == "%"
+    assert table.loc[("Mean acceptance length", ""), "value"] == 2.0
+    assert table.loc[("Per-position acceptance rate", "2"), ["value", "low", "high"]].tolist() == [1 / 3] * 3
+    assert report["accept_rate"].value == pytest.approx(3 / 9)  # fractions elsewhere
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"), [("vllm", True), ("speculators", True), ("aiperf", True), ("sglang", False)]
+)
+def test_trees_of_an_engine_that_drafts_chains_alone_are_noted(engine, said):
+    tree = of("a", [2, 0, 1], depth=3, tree=True)
+    assert ("vLLM drafts chains alone" in engine_report(engine, [tree]).note) == said
+    assert not engine_report(engine, [of("a", [2, 0, 1], depth=3)]).note

@@ -344,6 +344,23 @@ def test_a_parallel_drafter_has_one_step_whatever_is_verified():
         model.round_time(7, 2, verify_tokens=60, draft_tokens=10)
 
 
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ("step, 1e-3", "draft 0.001 is no step"),
+        ("0.02, step", "target 0.02 is no step"),
+        ("step, step, first_draft=1e-3", "first_draft 0.001 is no step"),
+    ],
+)
+def test_a_number_is_no_step(made, words):
+    """In a process of its own: in these tests the type hook would be first."""
+    code = (
+        "from driftlab.cost import CostModel, LinearStep\nfrom driftlab.errors import DriftlabError\nstep = LinearStep(1.0)\n"
+        f"try: CostModel({made})\nexcept DriftlabError as error: print(error)"
+    )
+    assert words in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
 def test_a_target_measured_by_sequences_is_refused():
     table = MeasuredStep(at=(1, 8), seconds=(1.0, 2.0), by="sequences")
     with pytest.raises(DriftlabError, match="measured by sequences"):

@@ -339,12 +339,15 @@ def test_the_size_of_a_batch_does_not_change_the_tokens(make_drafter, tiny_traje
                 assert torch.equal(getattr(draft, name)[b, kept], getattr(reference, name)[b, kept])
 
 
-def test_progress_counts_sequences(make_drafter, tiny_trajectory):
+def test_progress_counts_depths_of_sequences_from_the_start(make_drafter, tiny_trajectory):
     from driftlab import all_starts
 
     said = []
-    all_starts(build(make_drafter), tiny_trajectory, 1, max_tokens=1, progress=lambda *told: said.append(told))
-    assert said == [("drafting", done, 4) for done in (1, 2, 3, 4)]
+    all_starts(build(make_drafter), tiny_trajectory, 2, max_tokens=1, progress=lambda *told: said.append(told))
+    assert said == [("drafting", done, 8) for done in range(9)]
+    said.clear()
+    all_starts(build(make_drafter), tiny_trajectory, 3, max_tokens=10**6, progress=lambda *told: said.append(told))
+    assert said == [("drafting", done, 12) for done in (0, 4, 8, 12)]  # one batch, and the bar moves within it
 
 
 def test_logits_of_a_block_of_rows_at_a_time_change_nothing(make_drafter, monkeypatch):

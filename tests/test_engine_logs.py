@@ -530,9 +530,9 @@ def test_speculators_table():
 
 
 def test_unusable_text_says_what_was_looked_for():
-    with pytest.raises(DriftlabError, match="no format that is known .*vllm-log.*speculators"):
+    with pytest.raises(DriftlabError, match="no format that is known .*vllm-log.*speculators.*whole log.*--log-format"):
         read_engine_log("nothing: here\n")
-    with pytest.raises(DriftlabError, match="several formats .*vllm-log, sglang-log"):
+    with pytest.raises(DriftlabError, match="several formats .*vllm-log, sglang-log.*say which"):
         read_engine_log(f"{REAL}\n{decode('2.41')}\n")
     assert read_engine_log(f"{REAL}\n{decode('2.41')}\n", format="sglang-log")["tokens_per_round"].value == 2.41
     with pytest.raises(DriftlabError, match="no log format 'tgi'"):

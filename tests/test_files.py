@@ -207,6 +207,24 @@ def test_missing_json_is_named(tmp_path):
 # ---- the lock
 
 
+def test_a_second_holder_says_once_that_it_waits(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(files, "_PATIENCE", 0.05)
+    path, said = tmp_path / "thing", []
+
+    def enter():
+        with locked(path):
+            said.extend(record.getMessage() for record in caplog.records)
+
+    thread = threading.Thread(target=enter)
+    with locked(path):
+        assert not caplog.records
+        thread.start()
+        thread.join(0.4)
+        assert thread.is_alive()
+    thread.join(10)
+    assert said == [f"waiting for another process that writes {path}"]
+
+
 def test_a_second_holder_waits_for_the_first(tmp_path):
     path, entered = tmp_path / "deep" / "thing", threading.Event()
 

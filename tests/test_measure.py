@@ -1,6 +1,7 @@
 import pandas as pd
 import pytest
 
+from driftlab.account import account, details, legend
 from driftlab.measure import drafter_sink, probe_rows, replay_rows
 from driftlab.results import check, mixed_settings
 
@@ -53,3 +54,41 @@ def test_drafter_sink_lists_positions_by_mass(tiny_trajectory, make_drafter):
     assert len(top) == 3
     assert top[0][1] >= top[1][1] >= top[2][1] > 0
     assert all(0 <= position < min(e.prompt_length for e in longer.entries) - 1 for position, _ in top)
+
+
+def test_details_say_what_each_term_rests_on(tiny_trajectory, make_drafter):
+    """Rounds that reached a depth, counted from the walk; totals without columns that say nothing; a legend for every table."""
+    _, simulation = replay_rows(make_drafter("eagle3"), tiny_trajectory, "d", depth=3)
+    tables = details({"d": simulation}, tiny_trajectory)
+    split = tables["Conditional acceptance, split"].set_index("depth")
+    for k in (1, 2, 3):
+        reached = sum(simulation.by_depth(i)[1][k - 1] for i in range(len(tiny_trajectory)))
+        assert split.loc[k, "n_rounds_reached"] == reached
+        assert split.loc[k, "n_starts"] == simulation.acceptance.valid[..., k - 1].sum()
+    assert split.loc[1, "n_rounds"] == split.loc[1, "n_rounds_reached"] > split.loc[2, "n_rounds_reached"]
+    assert pd.api.types.is_integer_dtype(split["n_rounds_reached"])
+    assert tables["tau by category"].columns.tolist() == [
+        "drafter",
+        "bucket",
+        "tau",
+        "low",
+        "high",
+        "rounds",
+        "prompts",
+    ]
+    assert "beyond_trained" in tables["tau by context"]
+    assert "beyond_trained" not in tables["tau by position"]
+    whole = tables | account({"d": simulation, "e": simulation}, tiny_trajectory)
+    assert len(whole) == 7
+    assert all(legend([title]) for title in whole)
+    assert len(legend(whole)) == 5  # three tables of tau by something share theirs
+
+
+def test_expected_counts_stay_fractions(tiny_target, make_drafter, tmp_path):
+    sampled = tiny_target.record(
+        ["hello", "abc"], max_new_tokens=8, temperature=1.0, template=False, out=tmp_path / "r"
+    )
+    _, simulation = replay_rows(make_drafter("eagle3"), sampled, "d", depth=2, rule="rejection")
+    table = account({"d": simulation}, sampled)["Estimators beside tau"]
+    assert table.loc[table["quantity"] == "tau", "n"].item() == pytest.approx(simulation.verify_rounds.sum())
+    assert table.loc[table["quantity"] == "tau", "n"].item() % 1

@@ -62,7 +62,8 @@ def test_a_curve_pools_heads_and_prompts_by_their_n():
     assert point["value"] == pytest.approx((0.3 * 20 + 0.7 * 80) / 100)
     assert point["n"] == 100
     expected = intervals.bootstrap_ratio([0.3 * 20, 0.7 * 80], [20, 80])
-    assert (point["low"], point["high"]) == pytest.approx((expected.low, expected.high))
+    assert expected.low < 0 < 1 < expected.high  # of two prompts; a mass is a share
+    assert (point["low"], point["high"]) == (0, 1)
 
 
 def test_sums_beside_their_parts_are_not_counted_twice():
@@ -94,11 +95,14 @@ def test_averaging_over_unlike_settings_warns_and_over_seeds_does_not():
 
 
 def test_the_caption_says_the_settings():
-    frame = four("match", target="tiny", drafting="chain", feed="text", starts="all", temperature=0.5)
+    frame = four("accept_conditional", target="tiny", drafting="chain", feed="text", starts="all", temperature=0.5)
     said = plotting.caption(frame)
     for word in ("tiny", "chain", "K = 4", "text-fed", "T = 0.5", "TTT 2", "95 % interval over 2 prompts"):
         assert word in said
     assert "rule" not in said
+    deep = plotting.caption(rows_of("eagle3", "match", {"a": [0.2] * 6}))  # K = 4, and match does not depend on it
+    assert "match to depth 6" in deep
+    assert "K =" not in deep
 
 
 # ---- lines
@@ -120,11 +124,13 @@ def test_lines_carry_the_values_and_the_looks_of_the_two_switches():
 
 
 def test_the_band_is_the_bootstrap_over_prompts():
-    frame = rows_of("eagle3", "match", {"a": [0.2, 0.4], "b": [0.6, 0.8], "c": [0.1, 0.9]})
+    frame = rows_of("eagle3", "match", {"a": [0.4, 0.4], "b": [0.5, 0.8], "c": [0.45, 0.9]})
     band = plotting.plot_match(frame).collections[0].get_paths()[0].vertices
-    expected = intervals.bootstrap_ratio(np.array([0.2, 0.6, 0.1]) * 20, [20] * 3)
-    first = band[band[:, 0] == 1][:, 1]
+    expected = intervals.bootstrap_ratio(np.array([0.4, 0.5, 0.45]) * 20, [20] * 3)
+    assert 0 < expected.low < expected.high < 1
+    first, second = (band[band[:, 0] == depth][:, 1] for depth in (1, 2))
     assert (first.min(), first.max()) == pytest.approx((expected.low, expected.high))
+    assert second.max() == 1  # where the widened bootstrap goes beyond what a share can be
 
 
 def test_a_single_prompt_has_no_band():
@@ -184,6 +190,25 @@ def test_the_match_panel_marks_the_trained_depth():
     assert ax.get_ylim()[0] == 0
 
 
+def test_trained_depths_are_written_beside_each_other_and_off_the_lines():
+    shallow = rows_of("eagle3", "match", {"a": [0.3, 0.2, 0.1, 0.1]}, drafter="x")
+    deep = rows_of("eagle3", "match", {"a": [0.3, 0.2, 0.2, 0.1]}, drafter="y").assign(ttt=3)
+    ax = plotting.plot_match(results.combine([shallow, deep], varying=(*results.VARYING, "ttt")))
+    ax.figure.canvas.draw()
+    first, second = (
+        next(text for text in ax.texts if text.get_text() == f"trained to {ttt}").get_window_extent() for ttt in (2, 3)
+    )
+    assert not first.overlaps(second)
+    assert min(first.y0, second.y0) >= ax.get_window_extent().y1
+
+
+def test_a_drafter_named_after_its_variant_is_named_once():
+    names = ("smollm2-eagle3", "smollm2-eagle3-ttt2")
+    frame = results.combine([rows_of("eagle3", "match", {"a": [0.2]}, drafter=name) for name in names])
+    legend = [text.get_text() for text in plotting.plot_match(frame).get_legend().get_texts()]
+    assert legend == list(names)
+
+
 def test_the_magnitude_panel_shows_the_fused_input_at_depth_0():
     fused = as_rows(
         [{"quantity": "rms_fused", "value": 12.5}], variant="eagle3", drafter="eagle3-0", ttt=2, depth_max=4
@@ -212,6 +237,9 @@ def test_the_acceptance_panel_counts_n_and_makes_few_hollow():
     assert list(line(ax, "_eagle31 few").get_xdata()) == [3]
     assert to_hex(line(ax, "_eagle31 few").get_markerfacecolor()) == "#ffffff"
     assert np.isnan(drawn(ax, "eagle31")[3])
+    assert np.isnan(drawn(ax, "eagle31")[2])  # not joined to the depths that many rounds reach
+    assert drawn(ax, "_eagle31 few").tolist() == [0.5]
+    assert line(ax, "_eagle31 few").get_alpha() < 1
     assert [text.get_text() for text in ax.texts][:5] == ["n eagle31 ", "1.2k", "50", "9", "0"]
     assert "n < 10" in [text.get_text() for text in ax.get_legend().get_texts()]
 
@@ -271,7 +299,10 @@ def test_tau_of_prompts_is_pooled_over_their_rounds():
     assert line(ax, "eagle3").get_xdata().tolist() == [3.0]
     # resamples of two prompts reach from 1 to 4; t of one degree of freedom, 12.706, over z, 1.960, times the root of 2
     wider = 12.7062 / 1.95996 * 2**0.5
-    assert list(line(ax, "_eagle3 span").get_xdata()) == pytest.approx([3 - 2 * wider, 3 + 1 * wider], rel=1e-4)
+    assert 3 - 2 * wider < 1  # what tau cannot be
+    assert list(line(ax, "_eagle3 span").get_xdata()) == pytest.approx([1, 3 + 1 * wider], rel=1e-4)
+    ax = plotting.plot_tau(as_rows(records, variant="eagle3", depth_max=5))
+    assert list(line(ax, "_eagle3 span").get_xdata()) == [1, 6]
 
 
 def test_a_missing_tau_says_so():

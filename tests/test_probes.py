@@ -402,6 +402,7 @@ def test_frames_obey_the_row_contract_and_carry_the_settings():
             settings = frame[["variant", "fc_norm", "norm_output", "dtype", "ttt", "feed", "target", "depth_max"]]
             (row,) = set(settings.itertuples(index=False, name=None))
             assert row == (variant_name(drafter.config), fc_norm, norm_output, "float32", 3, "own", "tiny", 3)
+            assert set(probe.frame()["depth_max"]) == {3}  # what a probe knows itself
             assert set(frame["prompt"]) == {"p:0", "p:1"}
             assert set(frame["depth"]) == {1, 2, 3}
 

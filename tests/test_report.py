@@ -1,6 +1,7 @@
 """One page that stands alone: nothing fetched, text escaped, numbers readable, written whole."""
 
 import base64
+import math
 import re
 from html.parser import HTMLParser
 
@@ -130,3 +131,14 @@ def test_a_panel_that_is_missing_or_no_png_is_named_and_nothing_is_written(tmp_p
         with pytest.raises(DriftlabError, match="'tau by depth'"):
             write(tmp_path, panels={"tau by depth": panel})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_small_p_value_is_not_zero(tmp_path):
+    table = pd.DataFrame(
+        {"name": ["a", "b", "c"], "p": [0.00005, 0.0181, math.nan], "p_adjusted": [0.0005, 1.0, math.nan]}
+    )
+    text, page = write(tmp_path, tables={"Tests": table})
+    assert "0.000" not in text
+    assert [cell for cell in page.cells() if cell in ("< .001", "0.001", "0.018", "1.000", "–")] == [
+        *("< .001", "0.001", "0.018", "1.000", "–", "–")
+    ]

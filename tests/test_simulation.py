@@ -11,7 +11,7 @@ from test_acceptance import batch_of, draft_of, oracle
 
 from driftlab import accept, all_starts, engine_report, simulate
 from driftlab.acceptance import Acceptance
-from driftlab.intervals import weighted_mean
+from driftlab.intervals import Interval, limits, weighted_mean
 from driftlab.results import COLUMNS, as_rows
 from driftlab.simulation import Round, Simulation, walk
 
@@ -238,6 +238,32 @@ def test_the_interval_holds_tau_and_follows_its_seed():
     assert interval.value == simulation.tau
     assert interval.low < simulation.tau < interval.high
     assert interval == simulation.tau_interval(seed=3) != simulation.tau_interval(seed=4)
+    two = simulate(acceptance_of(*texts[1:3], depth=2)).tau_interval()
+    assert (two.low, two.high) == (1, 3)  # two prompts widen it beyond what tau can be
+
+
+@pytest.mark.parametrize(
+    ("quantity", "depth_max", "ends"),
+    [
+        ("tau", 8, (1, 9)),
+        ("iid_formula", 0, (1, math.inf)),
+        ("match", 8, (0, 1)),
+        ("mass_self_null", 8, (0, 1)),
+        ("rms_feedback", 8, (0, math.inf)),
+        ("entropy", 8, (0, math.inf)),
+        ("entropy_relative", 8, (0, 1)),
+        ("residual", 8, (-math.inf, math.inf)),
+    ],
+)
+def test_what_a_quantity_can_be(quantity, depth_max, ends):
+    assert limits(quantity, depth_max) == ends
+
+
+def test_ends_are_cut_and_the_value_is_not():
+    assert Interval(0.4, -0.2, 1.3).within(0, 1) == (0.4, 0, 1)
+    assert Interval(0.4, 0.1, 0.9).within(0, 1) == (0.4, 0.1, 0.9)
+    assert Interval(1 + 1e-15, 0.5, 2.0).within(0, 1).high == 1 + 1e-15  # rounding: the value stays between its ends
+    assert all(math.isnan(end) for end in Interval(0.4, math.nan, math.nan).within(0, 1)[1:])
 
 
 # ---- rows

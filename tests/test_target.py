@@ -270,6 +270,15 @@ def test_an_unknown_name_says_what_names_there_are(name):
         Target.load(name)
 
 
+def test_a_misspelt_name_does_not_ask_the_hub(monkeypatch):
+    def asked(*_, **__):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("driftlab.target.load_pretrained", asked)
+    with pytest.raises(DriftlabError, match=r"cannot load target 'smolm2': there is no such folder.*smollm2.*owner"):
+        Target.load("smolm2")
+
+
 def test_a_hub_id_out_of_reach_says_so(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(

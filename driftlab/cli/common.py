@@ -45,9 +45,13 @@ def open_lender(name: str) -> Any:
 
 def load_drafter(path: Path, trajectory: Any, device: str) -> Any:
     """Load a drafter for a recording; what was assumed goes to stderr."""
-    from driftlab import Drafter
+    from driftlab import SHIPPED, Drafter
     from driftlab.devices import usable_device
 
+    if str(path) not in SHIPPED and len(path.parts) == 1 and not path.exists():  # a Hugging Face id has an owner
+        raise DriftlabError(
+            f"there is no drafter {str(path)!r}: no folder or file here, and those shipped are {', '.join(SHIPPED)}"
+        )
     drafter = Drafter.load(path, trajectory).to(usable_device(device)).eval()
     for note in drafter.notes:
         print(f"{path.name}: {note}", file=sys.stderr)
@@ -83,4 +87,7 @@ def sink_words(trajectory: Any) -> str:
 
 def table_words(table: Any) -> str:
     """Return a table as text."""
-    return table.to_string(index=False, float_format=lambda x: f"{x:.3f}", na_rep="")
+    from driftlab.report import P_VALUES, p_words
+
+    words = table.assign(**{name: [p_words(p) for p in table[name]] for name in P_VALUES if name in table})
+    return words.to_string(index=False, float_format=lambda x: f"{x:.3f}", na_rep="")

@@ -67,6 +67,7 @@ def simulate(
     chains: int | None = None,
     as_: Annotated[str | None, tyro.conf.arg(name="as")] = None,
     log: Path | None = None,
+    log_format: str = "auto",
     details: bool = False,
     drafts: Path | None = None,
     device: str = "cpu",
@@ -88,31 +89,27 @@ def simulate(
         chains: draft so many arg-max chains a round, from the most probable first tokens; of ``depth`` tokens each.
         as_: say what this tool would print, e.g. vllm; "all" for every tool.
         log: a tool's log or output file, shown beside what ``--as`` says it would print.
+        log_format: of ``log``, where it cannot be told from the text: vllm-log, sglang-log, ...
         details: also tau by position, context and category, and conditional acceptance by its parts.
         drafts: folder in which drafts are kept, so that another rule or a smaller K needs no drafting.
         device: where the drafters run.
     """
-    from driftlab import DynamicTree, StaticTree, Trajectory
-    from driftlab.account import account
+    from driftlab import Trajectory
+    from driftlab.account import account, legend
     from driftlab.account import details as detailed
     from driftlab.measure import MIXED, replay_rows, tree_rows
     from driftlab.results import combine, provenance, write_rows
 
-    engines = _engines(as_, log)
+    engines, theirs = _engines(as_, log, log_format)
     sampled = {"draft_temperature": draft_temperature, "draft_top_k": draft_top_k, "draft_top_p": draft_top_p}
-    shape = None
-    if tree is not None or chains is not None:
-        if (
-            (tree is not None and chains is not None)
-            or rule != "argmax"
-            or any(v is not None for v in sampled.values())
-        ):
-            raise DriftlabError("--tree, --chains and sampled drafts are ways to draft: give one of them")
-        if tree is not None and depth is not None:
-            raise DriftlabError("the first number of --tree is its depth: leave --depth out")
-        shape = StaticTree.chains(chains, depth or 8) if tree is None else DynamicTree(*tree)
+    shape = _shape(tree, chains, depth, rule, sampled)
     depth = 8 if depth is None else depth
     trajectory = Trajectory.open(recording)
+    if rule != "argmax" and not trajectory.settings["temperature"] and not draft_temperature:
+        raise DriftlabError(
+            f"--rule {rule} samples the drafts, and {recording} is greedy text (T = 0), which has no temperature to take: give "
+            "--draft-temperature, or a recording made with --temperature"
+        )
     folders = named(drafters, out)
     loaded = {name: load_drafter(path, trajectory, device) for name, path in folders.items()}
     replayed = {}
@@ -132,12 +129,40 @@ def simulate(
         tables |= detailed(simulations, trajectory, trained_lengths=lengths)
     for title, table in tables.items():
         print(f"{title}\n{table_words(table)}\n")
-    _print_engines(engines, log, simulations)
+    print(*legend(tables), "", sep="\n")
+    _print_engines(engines, theirs, simulations)
     print(_said(trajectory, next(iter(simulations.values())), rule, shape), out, sep="; ")
 
 
-def _engines(name: str | None, log: Path | None) -> tuple[str, ...]:
-    """Names of the tools asked for; refused before any work."""
+def _shape(
+    tree: tuple[int, int, int] | None, chains: int | None, depth: int | None, rule: str, sampled: dict[str, Any]
+) -> Any:
+    """The tree that is asked for, None for a chain; refused before any work what does not go together."""
+    from driftlab import DynamicTree, StaticTree
+
+    given = any(value is not None for value in sampled.values())
+    if tree is None and chains is None:
+        if rule == "argmax" and given:
+            raise DriftlabError(
+                "--draft-temperature, --draft-top-k and --draft-top-p are of sampled drafts: add --rule rejection"
+            )
+        return None
+    if (tree is not None and chains is not None) or rule != "argmax" or given:
+        raise DriftlabError(
+            "--tree, --chains and sampled drafts (--rule, --draft-...) are ways to draft: give one of them. A tree of sampled "
+            "drafts is for Python: SampledTree and accept_siblings in driftlab.siblings"
+        )
+    if tree is None:
+        return StaticTree.chains(chains, depth or 8)
+    if depth not in (None, tree[0]):
+        raise DriftlabError(
+            f"the first number of --tree is its depth, {tree[0]}, and --depth says {depth}: leave one out"
+        )
+    return DynamicTree(*tree)
+
+
+def _engines(name: str | None, log: Path | None, log_format: str) -> tuple[tuple[str, ...], Any]:
+    """Names of the tools asked for, and the log, None without one; refused before any work."""
     from driftlab.engines.conventions import CONVENTIONS
     from driftlab.engines.logs import check_pair, read_engine_log
 
@@ -146,35 +171,38 @@ def _engines(name: str | None, log: Path | None) -> tuple[str, ...]:
             raise DriftlabError(
                 f"--log is shown beside what a tool would print: add --as, one of {', '.join(CONVENTIONS)}"
             )
-        return ()
+        return (), None
     if name != "all" and name not in CONVENTIONS:
         raise DriftlabError(f"--as {name}: no such convention; choose from all, {', '.join(CONVENTIONS)}")
+    theirs = None
     if log is not None:
         if name == "all" or not log.is_file():
             raise DriftlabError(f"--log {log}: wants a file, and one tool in --as")
-        check_pair(name, read_engine_log(log))
-    return tuple(CONVENTIONS) if name == "all" else (name,)
+        theirs = read_engine_log(log, log_format)
+        check_pair(name, theirs)
+    return tuple(CONVENTIONS) if name == "all" else (name,), theirs
 
 
-def _print_engines(engines: tuple[str, ...], log: Path | None, simulations: dict[str, Any]) -> None:
+def _print_engines(engines: tuple[str, ...], theirs: Any, simulations: dict[str, Any]) -> None:
     from driftlab.engines.conventions import engine_report
-    from driftlab.engines.logs import beside, read_engine_log
+    from driftlab.engines.logs import beside
+    from driftlab.histogram import in_units
 
-    theirs = None if log is None else read_engine_log(log)
     for name, simulation in simulations.items():
         for engine in engines:
             report = engine_report(engine, simulation.histograms())
             if theirs is not None:
-                print(f"{name}, as {engine} would print it, beside {theirs.format} of {log}")
-                print(f"{table_words(beside(report, theirs))}\n")
+                print(f"{name}, as {engine} would print it, beside {theirs.format} of {theirs.source}")
+                print(f"{table_words(in_units(beside(report, theirs)))}\n")
                 continue
-            columns = ["name", "position", "value", "low", "high", "unit", "per", "bonus"]
-            print(f"{name}, as {engine} would print it ({report.source})\n{table_words(report.frame()[columns])}")
+            print(f"{name}, as {engine} would print it ({report.source})\n{table_words(report.printed())}")
+            if report.note:
+                print(f"  note: {report.note}")
             for lost, why in report.left_out:
                 print(f"  without {lost}: {why}")
             print()
     for line, why in theirs.skipped if theirs is not None else ():
-        print(f"{log}, line {line}: {why}", file=sys.stderr)
+        print(f"{theirs.source}, line {line}: {why}", file=sys.stderr)
 
 
 def _said(trajectory: Any, simulation: Any, rule: str, tree: Any) -> str:
@@ -183,6 +211,8 @@ def _said(trajectory: Any, simulation: Any, rule: str, tree: Any) -> str:
     told += f"{there['temperature']:g}, top_k {there['top_k']}, top_p {there['top_p']:g}; drafts: {rule}"
     if tree is not None:
         told += f", {tree.label}"
+    elif rule == "argmax" and there["temperature"]:
+        told += " (the default; so vLLM and SGLang draft unless told otherwise. --rule rejection: drafts sampled too)"
     if (drafting := simulation.acceptance.drafting) is not None:
         told += f", T = {drafting.temperature:g}, top_k {drafting.top_k}, top_p {drafting.top_p:g}"
     return told

@@ -68,6 +68,11 @@ def record(
     """
     from driftlab.prompts import evenly, load_prompts
 
+    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise DriftlabError(
+            f"--temperature {temperature:g} --top-k {top_k} --top-p {top_p:g}: the first two are 0 or more (0: greedy; off), "
+            "top-p is above 0 and at most 1"
+        )
     store = {} if store_dtype is None else {"store_dtype": dtype_of(store_dtype)}
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if self_prompts is not None:

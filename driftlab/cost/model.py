@@ -56,6 +56,13 @@ class CostModel:
     parallel: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("target", "draft", "first_draft"):
+            step = getattr(self, name)
+            if not isinstance(step, StepCost) and not (name == "first_draft" and step is None):
+                raise DriftlabError(
+                    f"{name} {step!r} is no step: give a RooflineStep, a LinearStep or a MeasuredStep (LinearStep(seconds) "
+                    "where every step takes as long)"
+                )
         if self.overhead < 0:
             raise DriftlabError(f"overhead {self.overhead}: seconds are not below 0")
         if isinstance(self.target, MeasuredStep) and self.target.by == "sequences":

@@ -40,6 +40,8 @@ CHAIN_ONLY = (
     *("draft_tokens", "accept_rate", "accept_rate_mean", "accept_unconditional", "accept_conditional", "joint"),
     *("emitted_share", "emitted_share_mean"),
 )
+#: tool -> the engine behind it that drafts chains alone
+CHAINS_ALONE = MappingProxyType({"vllm": "vLLM", "speculators": "vLLM", "aiperf": "vLLM"})
 _AS_VERIFIED = "counted with all drafts that the verifier accepted, behind EOS or beyond the limit too"
 _AS_KEPT = "counted with the tokens that are in the text"
 _ONE_MORE = f"{_AS_VERIFIED}; the end may be noticed rounds later"
@@ -69,7 +71,9 @@ def engine_report(engine: str, records: Sequence[RequestHistogram]) -> EngineRep
     why = "a tree has several drafts a position, and the record does not know how many"
     lost = dict.fromkeys(value.name for value in report.values if value.quantity in CHAIN_ONLY)
     kept = tuple(value for value in report.values if value.quantity not in CHAIN_ONLY)
-    return replace(report, values=kept, left_out=report.left_out + tuple((name, why) for name in lost))
+    alone = CHAINS_ALONE.get(engine)
+    note = f"{alone} drafts chains alone: it would not make these rounds of trees" if alone else ""
+    return replace(report, values=kept, left_out=report.left_out + tuple((name, why) for name in lost), note=note)
 
 
 def driftlab(records: Sequence[RequestHistogram]) -> EngineReport:

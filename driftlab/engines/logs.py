@@ -69,7 +69,10 @@ def read_engine_log(path_or_text: Path | str, format: str = "auto") -> EngineLog
         fitting = [name for name, (mark, _) in FORMATS.items() if re.search(mark, text)]
         if len(fitting) != 1:
             told = "looks like several formats" if fitting else "looks like no format that is known"
-            raise DriftlabError(f"{source} {told} ({', '.join(fitting or FORMATS)}): say which, format=...")
+            advice = "say which it is" if fitting else "is it the whole log or output file of that tool?"
+            raise DriftlabError(
+                f"{source} {told} ({', '.join(fitting or FORMATS)}): {advice} (format=..., on the command line --log-format)"
+            )
         format = fitting[0]
     if format not in FORMATS:
         raise DriftlabError(f"no log format {format!r}: choose from auto, {', '.join(FORMATS)}")
@@ -88,6 +91,8 @@ def read_engine_log(path_or_text: Path | str, format: str = "auto") -> EngineLog
 def beside(report: EngineReport, log: EngineLog) -> pd.DataFrame:
     """Return a row per quantity (and position): ours with bounds, theirs with bounds, and why one of them is missing.
 
+    Fractions, as everywhere; ``unit`` "%" says that the tool prints 100 times as much.
+
     Raises:
         DriftlabError: the log is not of the tool that the report is for. Tools use the same words for other numbers.
     """
@@ -105,6 +110,7 @@ def beside(report: EngineReport, log: EngineLog) -> pd.DataFrame:
                 "quantity": key[0],
                 "position": key[1],
                 "name": (his or mine).name,
+                "unit": mine.unit if mine else "",
                 **{f"ours{end}": getattr(mine, name, None) for end, name in _ENDINGS},
                 **{f"theirs{end}": getattr(his, name, None) for end, name in _ENDINGS},
                 "reason": "; ".join(filter(None, reasons)),

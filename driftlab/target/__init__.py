@@ -10,6 +10,7 @@ import torch
 
 from driftlab.errors import DriftlabError
 from driftlab.files import cache_dir
+from driftlab.models import PACKAGED
 from driftlab.progress import Progress, silent
 from driftlab.prompts import Prompt, encode, load_prompts
 from driftlab.target.adapter import Adapter, load_pretrained
@@ -89,6 +90,11 @@ class Target:
         Raises:
             DriftlabError: no such model, not reachable, weights missing, or not a model that can be captured.
         """
+        if name not in PACKAGED and "/" not in name and not Path(name).exists():  # the hub would be asked five times
+            raise DriftlabError(
+                f"cannot load target {name!r}: there is no such folder. Give {sorted(PACKAGED)}, the path of a local model "
+                "folder, or a Hugging Face id with its owner (openai-community/gpt2)"
+            )
         model, tokenizer, label = load_pretrained(
             name,
             device=device,
