@@ -19,7 +19,16 @@ from jaxtyping import Bool, Float, Int
 from packaging.version import Version
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -28,6 +37,7 @@ from driftlab import models
 from driftlab.devices import usable_device
 from driftlab.errors import DriftlabError
 from driftlab.progress import Progress, silent
+from driftlab.target.rollback import Rollback, running_layers
 from driftlab.trajectory import TargetHead, TargetSpec
 
 _CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
@@ -37,6 +47,7 @@ _QUERY_BLOCK = 256
 _HEAD_BLOCK = 8192
 _CHECKSUM_BLOCK = 1 << 22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DRAFT_TENSORS = (".fc.weight", ".fc_norm.", ".d2t", ".t2d", ".midlayer.", ".hidden_norm.weight")
 _NOT_OF_THE_MODEL = {"architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
@@ -66,8 +77,9 @@ def load_pretrained(
         label = label if name in models.PACKAGED else Path(source).resolve().name
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        loader = _loader(AutoConfig.from_pretrained(source, **options))
         with _quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = loader.from_pretrained(
                 source,
                 dtype=dtype,
                 device_map=device_map,
@@ -80,9 +92,7 @@ def load_pretrained(
             f"cannot load target {name!r}: {_first_line(error)}. Give {sorted(models.PACKAGED)}, the path of a local "
             "model folder, or a Hugging Face id (which needs the hub, or its cache, within reach)"
         ) from error
-    broken = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "mismatched_keys") if report[kind]}
-    if broken:
-        raise DriftlabError(f"target {name!r} did not load whole: {broken}; such weights would be random")
+    _refuse_broken(name, report)
     model.eval().requires_grad_(False)
     if device is not None and device_map is None:
         model.to(usable_device(device))
@@ -96,6 +106,30 @@ def _refuse_drafter(folder: Path) -> None:
         raise DriftlabError(
             f"{folder} is an EAGLE-3 draft (its q_proj takes 2H inputs), not a target: use Drafter.load"
         )
+
+
+def _loader(config: Any) -> Any:
+    """Return what loads this model: as a text model, or whole where transformers has no text model of a multimodal one."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
+def _refuse_broken(name: str, report: Any) -> None:
+    """Raise DriftlabError where a weight was missing or of another shape; transformers would draw it by chance."""
+    broken = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "mismatched_keys") if report[kind]}
+    if not broken:
+        return
+    unread = sorted(report["unexpected_keys"])
+    marks = [key for key in unread if any(mark in f".{key}" for mark in _DRAFT_TENSORS)]
+    if marks:
+        raise DriftlabError(
+            f"{name!r} is an EAGLE-3 draft (it has {', '.join(marks[:4])}; its q_proj takes 2H inputs), not a target: use "
+            "Drafter.load"
+        )
+    alike = [key for key in unread if any(word in key for word in ("embed", "wte", "lm_head"))]
+    seen = f"; of embeddings and heads the files have {alike}, which this model has no place for" if alike else ""
+    raise DriftlabError(f"target {name!r} did not load whole: {broken}; such weights would be random{seen}")
 
 
 def _first_line(error: Exception) -> str:
@@ -188,8 +222,12 @@ class Adapter:
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody's forward hooks sit on the model: they change what it does without changing its weights."""
-        return any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules())
+        """Whether somebody's forward hooks sit on the model: they change what it does without changing its weights.
+
+        (transformers' own, which stay once ``output_hidden_states`` was asked for, only look.)
+        """
+        hooks = (h for m in self.model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
+        return not all(_is_transformers_own(hook) for hook in hooks)
 
     @contextmanager
     def capturing(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -205,9 +243,9 @@ class Adapter:
             for handle in handles:
                 handle.remove()
 
-    def new_cache(self) -> DynamicCache:
-        """Return an empty key-value cache."""
-        return DynamicCache(config=self.config)
+    def new_cache(self) -> TargetCache:
+        """Return an empty cache."""
+        return TargetCache(config=self.config)
 
     def hidden(
         self,
@@ -221,11 +259,28 @@ class Adapter:
         kwargs: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
             kwargs[_CACHE_ARGUMENT] = cache
+            self._note_for_rollback(tokens, cache, attention_mask, positions)
         if attention_mask is not None:
             kwargs["attention_mask"] = attention_mask
         if positions is not None:
             kwargs["position_ids"] = positions
         return self.decoder(tokens, **kwargs).last_hidden_state
+
+    def _note_for_rollback(
+        self, tokens: Tensor, cache: DynamicCache, attention_mask: Tensor | None, positions: Tensor | None
+    ) -> None:
+        if not isinstance(cache, TargetCache) or cache.rollback is None:
+            return
+        pos = tokens.shape[1]
+
+        def run(kept: int) -> None:
+            rollback, cache.rollback = cache.rollback, None  # this pass is not one to take back
+            mask = None if attention_mask is None else attention_mask[:, : attention_mask.shape[1] - pos + kept]
+            at = None if positions is None else positions[:, :kept]
+            self.hidden(tokens[:, :kept], cache=cache, attention_mask=mask, positions=at)
+            cache.rollback = rollback
+
+        cache.rollback.note(cache, pos, run)
 
     def logits(self, last_hidden: Float[Tensor, "*batch d_target"]) -> Float[Tensor, "*batch vocab"]:
         """The head on post-norm states, in float32 whatever the model's type.
@@ -276,13 +331,15 @@ class Adapter:
 
     def check_slots(self) -> None:
         """Raise DriftlabError if the model has layers that :meth:`hidden_slots` has no mask or cache for."""
-        unknown = set(_present(self.config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
-        if unknown:
+        if unknown := self._other_layer_types():
             raise DriftlabError(
-                f"{type(self.model).__name__} has layers of type {sorted(unknown)}: only layers with softmax attention "
+                f"{type(self.model).__name__} has layers of type {unknown}: only layers with softmax attention "
                 "over all or the last positions can be decoded in slots. Make prompts with target.self_prompts() and "
                 "record those"
             )
+
+    def _other_layer_types(self) -> list[str]:
+        return sorted(set(_present(self.config, "layer_types") or ()) - {"full_attention", "sliding_attention"})
 
     def hidden_slots(
         self, tokens: Int[Tensor, " slot"], positions: Int[Tensor, " slot"], cache: SlotCache
@@ -307,9 +364,14 @@ class Adapter:
         """Run the decoder on a tree's tokens, each seeing the whole cache and the nodes in its row of ``seen``.
 
         Raises:
-            DriftlabError: where a sliding window would already hide something: the mask knows none.
+            DriftlabError: where a sliding window would already hide something, since the mask knows none, or a layer keeps one
+                state for a whole text and so has no branches.
         """
-        self.check_slots()
+        if unknown := self._other_layer_types():
+            raise DriftlabError(
+                f"{type(self.model).__name__} has layers of type {unknown}: what is no softmax attention cannot verify the "
+                "branches of a tree in one pass. Draft chains (depth=)"
+            )
         if (kind := self.config._attn_implementation) not in ("eager", "sdpa"):
             raise DriftlabError(
                 f"attention {kind!r} may not take a tree's mask: load the target with eager or sdpa attention"
@@ -353,6 +415,12 @@ class Adapter:
         finally:
             self.model.set_attn_implementation(before)
         return recorder.mass
+
+
+class TargetCache(DynamicCache):
+    """What the layers remember of a text. ``rollback``: set by :func:`allow_crop` where a layer keeps a running state."""
+
+    rollback: Rollback | None = None
 
 
 class SlotCache:
@@ -401,9 +469,17 @@ class SlotCache:
                 store[layer] = store[layer][index]
 
 
-def allow_crop(cache: DynamicCache) -> None:
-    """Let sliding-window layers keep what a crop takes back (transformers#47447). After the prefill: it costs memory."""
-    cache.activate_past_recording()
+def allow_crop(cache: TargetCache) -> None:
+    """Let :func:`crop` take back tokens of the passes that follow. After the prefill: it costs memory.
+
+    Sliding-window layers keep what a crop takes back (transformers#47447); layers with a running state are run again.
+    """
+    running = set(running_layers(cache))
+    for number, layer in enumerate(cache.layers):
+        if number not in running and hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+    if running:
+        cache.rollback = Rollback(cache)
 
 
 def checksum(tensor: Tensor) -> tuple[int, int]:
@@ -418,15 +494,30 @@ def checksum(tensor: Tensor) -> tuple[int, int]:
     return plain, weighted
 
 
-def crop(cache: DynamicCache, remove: int) -> None:
-    """Drop the last ``remove`` positions of a cache."""
-    if remove:
+def crop(cache: TargetCache, remove: int) -> None:
+    """Drop the last ``remove`` positions of a cache, fewer than the last pass had. Call it after every pass, with 0 too.
+
+    (With 0, sliding-window layers drop what no crop will ask for; before transformers 5.24 the next pass fails without.)
+    """
+    if cache.rollback is None:
         cache.crop(-remove)
+    else:
+        cache.rollback.take_back(cache, remove)
 
 
-def _present(config: Any, name: str) -> Any:
-    """A config value that some architectures do not have."""
-    return getattr(config, name) if hasattr(config, name) else None
+def select(cache: DynamicCache, index: Int[Tensor, " row"]) -> None:
+    """Keep these rows of a batch. (Layers with a running state know no ``batch_select_indices``.)"""
+    cache.reorder_cache(index)
+
+
+def _present(thing: Any, name: str) -> Any:
+    """An attribute that some have: a config value of some architectures, say."""
+    return getattr(thing, name) if hasattr(thing, name) else None
+
+
+def _is_transformers_own(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(_present(function, "__module__")).startswith("transformers.utils.output_capturing")
 
 
 def _keep(states: dict[int, Tensor], k: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from driftlab.sampling import Sampling, draw
-from driftlab.target.adapter import Adapter
+from driftlab.target.adapter import Adapter, select
 
 _COMPACT_BELOW = 0.75
 
@@ -85,7 +85,7 @@ def continue_prompts(
         if sum(not ended[row] for row in active) <= _COMPACT_BELOW * len(active):
             keep = [place for place, row in enumerate(active) if not ended[row]]
             index = torch.tensor(keep, device=device)
-            cache.batch_select_indices(index)
+            select(cache, index)
             mask, positions = mask[index], positions[index]
             active, chosen = [active[k] for k in keep], [chosen[k] for k in keep]
             report(len(prompts) - len(active))
