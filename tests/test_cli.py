@@ -252,3 +252,44 @@ def test_drafters_get_names_that_tell_them_apart(tmp_path):
     ):
         with pytest.raises(DriftlabError, match=message):
             named(paths, where)
+
+
+def test_a_recording_keeps_what_drafters_read_and_they_are_exported(tmp_path, make_drafter, monkeypatch, capsys):
+    """From somebody's drafters to numbers: record for two of them, replay one, write it for an engine and read it back."""
+    import torch
+    from conftest import tiny_fast_tokenizer, tiny_llama
+
+    from driftlab import Drafter, Trajectory, all_starts
+
+    model = tmp_path / "model"
+    tiny_llama().save_pretrained(model)
+    tiny_fast_tokenizer().save_pretrained(model)
+    for name, layers in (("a", (1, 3, 5)), ("b", (1, 4, 5))):
+        make_drafter("eagle31", aux_layers=layers).save(tmp_path / name)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello world"}\n')
+    common = (
+        "record",
+        tmp_path / "rec",
+        "--target",
+        model,
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        8,
+        "--no-template",
+    )
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, *common, "--drafters", tmp_path / "a", "--aux-layers", 1, 3, 5)
+    assert "give one of them" in capsys.readouterr().err
+    run_main(monkeypatch, *common, "--drafters", tmp_path / "a", tmp_path / "b")
+    trajectory = Trajectory.open(tmp_path / "rec")
+    assert trajectory.aux_layers == (1, 3, 4, 5)
+    run_main(
+        monkeypatch, "export", tmp_path / "b", tmp_path / "vllm", "--target", model, "--target-name", "owner/model"
+    )
+    said = capsys.readouterr().out
+    assert "vllm serve owner/model" in said
+    here, back = (Drafter.load(tmp_path / name, trajectory) for name in ("b", "vllm"))
+    assert back.config.aux_layers == (1, 4, 5)
+    assert torch.equal(all_starts(here, trajectory, 3).tokens, all_starts(back, trajectory, 3).tokens)

@@ -25,13 +25,33 @@ def dtype_of(name: str) -> Any:
     return getattr(torch, name)
 
 
-def load_target(name: str, device: str, dtype: str, aux_layers: tuple[int, ...] | None) -> Any:
-    """Load a target with a progress bar."""
+def load_target(
+    name: str, device: str, dtype: str, aux_layers: tuple[int, ...] | None, drafters: tuple[str, ...] = ()
+) -> Any:
+    """Load a target with a progress bar; it captures ``aux_layers``, or the states that some drafters read."""
     from driftlab import Target
 
-    return Target.load(
-        name, device=device, dtype=dtype_of(dtype), aux_layers=aux_layers or None, progress=progress_bar()
-    )
+    if aux_layers and drafters:
+        raise DriftlabError("--aux-layers and --drafters both say which states are kept: give one of them")
+    # any layers do until the drafters' are known: a small target has no default ones
+    layers = (0,) if drafters else aux_layers or None
+    target = Target.load(name, device=device, dtype=dtype_of(dtype), aux_layers=layers, progress=progress_bar())
+    if drafters:
+        target.aux_layers = _read_by(drafters, target)
+    return target
+
+
+def _read_by(drafters: tuple[str, ...], target: Any) -> tuple[int, ...]:
+    """Return the states that the drafters read, ascending; MTP heads read the final one, which is kept in any case."""
+    from driftlab.drafter.formats.reading import read_checkpoint
+
+    layers: set[int] = set()
+    for name in drafters:
+        reading = read_checkpoint(name)
+        for words in reading.layer_notes(target):
+            print(f"{name}: {words}", file=sys.stderr)
+        layers |= set(reading.config_for(target).aux_layers)
+    return tuple(sorted(layers)) or (target.spec.num_layers,)
 
 
 def open_lender(name: str) -> Any:

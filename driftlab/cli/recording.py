@@ -37,6 +37,7 @@ def record(
     seed: int = 0,
     template: bool = True,
     limit: int | None = None,
+    drafters: tuple[str, ...] = (),
     aux_layers: tuple[int, ...] | None = None,
     device: str = "cpu",
     dtype: DType = "float32",
@@ -44,13 +45,14 @@ def record(
     processes: int | None = None,
     slots: int = 96,
 ) -> None:
-    """Let a target answer prompts and keep its states. Stopped at any moment, the same command goes on.
+    """Let a target answer prompts and keep its states. Stopped at any moment, the same command goes on after the last piece
+    that was finished (16 prompts; 32 conversations with --self-prompts).
 
     Args:
         out: folder to write.
         prompts: a .jsonl or .json file (MT-Bench, ShareGPT or OpenAI shape), or "default": the project's 80.
-        self_prompts: let the target write that many user messages itself and answer them, in place of ``prompts``: training
-            text. States are then stored in bfloat16 by default.
+        self_prompts: let the target write that many user messages itself, rounded up to whole pieces, and answer them, in
+            place of ``prompts``: training text. States are then stored in bfloat16 by default.
         target: "smollm2", a Hugging Face id, or a local folder.
         max_new_tokens: length limit of an answer; default 128, with --self-prompts 192.
         temperature: 0 is greedy.
@@ -59,6 +61,7 @@ def record(
         seed: of the sampling.
         template: render the chat template; off: raw text.
         limit: take that many prompts, spread evenly over the categories.
+        drafters: keep the states that these drafters read (folders, files, Hugging Face ids).
         aux_layers: captured states; default 2, N/2, N-3.
         device: where the target runs.
         dtype: of the target.
@@ -80,7 +83,7 @@ def record(
             raise DriftlabError(
                 "--self-prompts makes its own prompts with the chat template: leave out the options of others"
             )
-        model = load_target(target, device, dtype, aux_layers)
+        model = load_target(target, device, dtype, aux_layers, drafters)
         trajectory = model.record_self_prompts(
             self_prompts,
             max_new_tokens=192 if max_new_tokens is None else max_new_tokens,
@@ -94,7 +97,7 @@ def record(
     else:
         loaded = load_prompts(prompts)
         loaded = loaded if limit is None else evenly(loaded, limit)
-        model = load_target(target, device, dtype, aux_layers)
+        model = load_target(target, device, dtype, aux_layers, drafters)
         trajectory = model.record(
             loaded,
             max_new_tokens=128 if max_new_tokens is None else max_new_tokens,

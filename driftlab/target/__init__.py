@@ -56,12 +56,22 @@ class Target:
         self._source: Source | None = None
         self.tokenizer = tokenizer
         self.spec: TargetSpec = self.adapter.spec(name, label or name, _eos_ids(model, tokenizer))
-        self.aux_layers = tuple(default_aux_layers(self.spec.num_layers) if aux_layers is None else aux_layers)
-        bad = [k for k in self.aux_layers if not 0 <= k <= self.spec.num_layers]
-        if bad or not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
+        self.aux_layers = default_aux_layers(self.spec.num_layers) if aux_layers is None else aux_layers
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The states that a recording keeps; may be set, e.g. to ``drafter.config.aux_layers``."""
+        return self._aux_layers
+
+    @aux_layers.setter
+    def aux_layers(self, layers: Sequence[int]) -> None:
+        layers = tuple(layers)
+        bad = [k for k in layers if not 0 <= k <= self.spec.num_layers]
+        if bad or not layers or list(layers) != sorted(set(layers)):
             raise DriftlabError(
-                f"aux_layers {list(self.aux_layers)}: give one or more, distinct, ascending, in 0..{self.spec.num_layers}"
+                f"aux_layers {list(layers)}: give one or more, distinct, ascending, in 0..{self.spec.num_layers}"
             )
+        self._aux_layers = layers
 
     @classmethod
     def load(
