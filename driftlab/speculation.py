@@ -27,7 +27,7 @@ from driftlab.rules import verify
 from driftlab.sampling import Sampling, draw
 from driftlab.simulation import Round
 from driftlab.target import Target
-from driftlab.target.adapter import allow_crop, crop
+from driftlab.target.caches import allow_crop, crop
 from driftlab.target.sampling import streams
 from driftlab.trees import SampledTree, Tree, draft_tree
 

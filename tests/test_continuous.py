@@ -24,9 +24,9 @@ from driftlab import (
     train,
 )
 from driftlab.target import continuous
-from driftlab.target.adapter import _slot_attention
 from driftlab.target.continuous import SelfJob
 from driftlab.target.sampling import Sampling, continue_prompts, streams
+from driftlab.target.watching import slot_attention
 from driftlab.trajectory import TargetSpec, piece_path
 
 REAL_PIECE = continuous.PIECE
@@ -327,9 +327,9 @@ def test_the_models_own_attention_comes_back(implementation, tmp_path, monkeypat
         seen.append(config._attn_implementation)
         if len(seen) > 100:
             raise ValueError("mine")
-        return _slot_attention(*args, **kwargs)
+        return slot_attention(*args, **kwargs)
 
-    monkeypatch.setattr("driftlab.target.adapter._slot_attention", watched)
+    monkeypatch.setattr("driftlab.target.adapter.slot_attention", watched)
 
     def between(*_):
         assert config._attn_implementation == implementation
@@ -413,9 +413,9 @@ def test_layers_without_softmax_attention_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("change", [lambda out: out * 1.1, lambda out: out * 0.9])
 def test_a_model_whose_pass_in_slots_is_another_is_refused(target, tmp_path, monkeypatch, change):
     def wrong(*args, **kwargs):
-        return change(_slot_attention(*args, **kwargs)[0]), None
+        return change(slot_attention(*args, **kwargs)[0]), None
 
-    monkeypatch.setattr("driftlab.target.adapter._slot_attention", wrong)
+    monkeypatch.setattr("driftlab.target.adapter.slot_attention", wrong)
     with pytest.raises(DriftlabError, match=r"LlamaForCausalLM decoded in slots differs .*target\.self_prompts\(\)"):
         record(target, tmp_path / "r")
     assert not list((tmp_path / "r").glob("piece-*"))
@@ -439,7 +439,7 @@ def test_learned_sinks_and_soft_caps_are_not_dropped_silently():
     x = torch.zeros(1, 2, 1, 4)
     for kwargs in ({"s_aux": torch.zeros(2)}, {"softcap": 50.0}):
         with pytest.raises(DriftlabError, match="learned sinks or soft-capped scores"):
-            _slot_attention(torch.nn.Identity(), x, x, x, torch.zeros(1, 1, 1, 1), **kwargs)
+            slot_attention(torch.nn.Identity(), x, x, x, torch.zeros(1, 1, 1, 1), **kwargs)
 
 
 def test_a_head_that_does_more_than_one_projection_is_refused(tmp_path):

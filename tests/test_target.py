@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from driftlab import VARIANTS, Drafter, DriftlabError, Target
 from driftlab.target import default_aux_layers
-from driftlab.target.adapter import _mass_attention
+from driftlab.target.watching import mass_attention
 
 LAYERS = 7
 
@@ -360,7 +360,7 @@ def test_mass_is_the_mean_of_the_eager_attention_maps(family_target, family, fir
 def test_mass_does_not_depend_on_the_blocks_of_queries(family_target, monkeypatch):
     target, tokens = family_target("Mistral"), random_tokens(1, 50)
     whole = target.adapter.position_mass(tokens, 3)
-    monkeypatch.setattr("driftlab.target.adapter._QUERY_BLOCK", 7)
+    monkeypatch.setattr("driftlab.target.watching._QUERY_BLOCK", 7)
     for layer, value in target.adapter.position_mass(tokens, 3).items():
         torch.testing.assert_close(value, whole[layer], rtol=1e-5, atol=1e-7)
 
@@ -378,7 +378,7 @@ def test_watching_changes_nothing_and_the_setting_comes_back(family_target, monk
         assert model.config._attn_implementation != "sdpa"
         raise ValueError("mine")
 
-    monkeypatch.setattr("driftlab.target.adapter._MassRecorder.add", broken)
+    monkeypatch.setattr("driftlab.target.watching.MassRecorder.add", broken)
     with pytest.raises(ValueError, match="mine"):
         target.adapter.position_mass(tokens, 0)
     assert model.config._attn_implementation == "sdpa"
@@ -396,4 +396,4 @@ def test_learned_sinks_are_not_dropped_silently(family_target):
         family_target("GptOss").adapter.position_mass(random_tokens(1, 9), 0)
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(DriftlabError, match="learned sinks, which SDPA would drop"):
-        _mass_attention(torch.nn.Identity(), x, x, x, None, s_aux=torch.zeros(1))
+        mass_attention(torch.nn.Identity(), x, x, x, None, s_aux=torch.zeros(1))

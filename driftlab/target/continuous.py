@@ -26,7 +26,8 @@ from driftlab.errors import DriftlabError
 from driftlab.files import locked, read_json, sweep
 from driftlab.progress import Progress, silent
 from driftlab.results import provenance
-from driftlab.target.adapter import Adapter, SlotCache
+from driftlab.target.adapter import Adapter
+from driftlab.target.caches import SlotCache
 from driftlab.target.record import check_finite, claim, find_sink, head_is_whole, head_name, write_head
 from driftlab.target.sampling import Sampling, choose
 from driftlab.trajectory import (

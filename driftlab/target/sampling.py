@@ -15,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from driftlab.sampling import Sampling, draw
-from driftlab.target.adapter import Adapter, select
+from driftlab.target.adapter import Adapter
+from driftlab.target.caches import select
 
 _COMPACT_BELOW = 0.75
 
