@@ -65,6 +65,8 @@ def safeailab(folder: Path, lent: Lent) -> Engine:
     """SafeAILab: states are hard-coded, only classic EAGLE-3, embedding by target_hidden_size, heads are H/nh wide."""
     config, tensors = files_of(folder)
     config = {"rms_norm_eps": 1e-6, **config, "num_hidden_layers": 1, "head_dim": None}
+    if config.get("rope_scaling"):
+        config["rope_theta"] = 10000.0  # its scaled rotary classes are made without the base
     own = config.get("target_hidden_size") is not None
     return Engine(
         config,

@@ -47,7 +47,8 @@ def plain(tmp_path):
     def write(drafter=None, name="plain", **settings):
         folder = tmp_path / name
         (drafter or own_tables(draft_vocab_size=20)).save(folder)
-        return edit(folder, {"eagle_config": IDS, **settings}, without=["driftlab"])
+        plainly = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": IDS}
+        return edit(folder, {**plainly, **settings}, without=["driftlab"])
 
     return write
 
@@ -88,7 +89,58 @@ def test_save_load_save_changes_no_byte(tmp_path, fc_norm, norm_output, override
     assert torch.equal(logits(first), logits(second))
     written = json.loads((tmp_path / "a" / "config.json").read_text())
     assert (written["fc_norm"], written["norm_output"]) == (fc_norm, norm_output)
-    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert written["architectures"] == ["DriftlabEagle3"]  # by that name no engine takes its default states for these
+
+
+def test_only_a_drafter_of_the_default_states_has_an_engines_architecture(tmp_path):
+    """There are no layer ids in our files, so that an engine would capture 2, N // 2, N - 3."""
+    for states, name in (
+        *(((2, 15, 27), "LlamaForCausalLMEagle3"), ((2, 16, 29), "LlamaForCausalLMEagle3")),
+        *(((2, 14, 27), "DriftlabEagle3"), ((1, 15, 27), "DriftlabEagle3"), ((2, 5), "DriftlabEagle3")),
+    ):
+        own_tables(aux_layers=states).save(tmp_path / "d")
+        assert json.loads((tmp_path / "d" / "config.json").read_text())["architectures"] == [name]
+
+
+def test_an_interrupted_save_leaves_no_old_settings_beside_new_weights(tmp_path, monkeypatch):
+    """Same shapes, another switch: the two halves would load together."""
+    from driftlab import DriftlabError
+    from driftlab.drafter import checkpoint
+
+    own_tables(norm_output=False).save(tmp_path / "d")
+    old = (tmp_path / "d" / "model.safetensors").read_bytes()
+
+    changed = own_tables(norm_output=True)
+    torch.nn.init.ones_(changed.fc.weight)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "write_json", killed)
+    with pytest.raises(KeyboardInterrupt):
+        changed.save(tmp_path / "d")
+    assert (tmp_path / "d" / "model.safetensors").read_bytes() != old
+    with pytest.raises(DriftlabError, match=r"no config\.json"):
+        load(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "told"),
+    [
+        *((float("nan"), None, "not finite in float32"), (7e4, torch.float16, "not finite in float16")),
+        (1e-9, torch.float16, "becomes all zero in float16"),
+    ],
+)
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, value, dtype, told):
+    from driftlab import DriftlabError
+
+    own_tables().save(tmp_path / "d")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "d").iterdir()}
+    drafter = own_tables()
+    torch.nn.init.constant_(drafter.fc.weight, value)
+    with pytest.raises(DriftlabError, match=rf"fc\.weight .*{told}"):
+        drafter.save(tmp_path / "d", dtype=dtype)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "d").iterdir()} == before
 
 
 @pytest.mark.parametrize("source", ["target", "target_with_norm"])
@@ -502,3 +554,74 @@ def test_a_folder_of_a_shipped_name_comes_first(tmp_path, monkeypatch, name):
     own_tables().save(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     assert load(name).config.vocab_size == 61
+
+
+def test_nobody_invents_whose_drafter_a_file_of_another_project_is(plain, tiny_trajectory, tmp_path):
+    """The target that it is loaded with need not be the one that it was trained for."""
+    from driftlab import Drafter
+
+    folder = plain(own_tables())
+    foreign = Drafter.load(folder, tiny_trajectory)
+    assert foreign.trained_for is None
+    foreign.save(tmp_path / "again")
+    assert Drafter.load(tmp_path / "again", tiny_trajectory).trained_for is None
+
+
+# ---- types of tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("layers.0.self_attn.q_proj.weight", torch.int64), ("norm.weight", torch.int32), ("norm.weight", torch.bool)),
+        ("fc.weight", torch.int16),
+    ],
+)
+def test_a_weight_of_whole_numbers_is_refused(plain, name, dtype):
+    folder = plain()
+    tensor = load_file(folder / "model.safetensors")[name].to(dtype)
+    kind = str(dtype).removeprefix("torch.")
+    refused(edit(folder, tensors={name: tensor}), rf"{re.escape(name)} is stored as {kind}")
+
+
+def test_a_value_beyond_float32_is_not_finite(plain):
+    folder = plain()
+    weight = load_file(folder / "model.safetensors")["fc.weight"].double()
+    weight[0, 0] = 1e300
+    refused(edit(folder, tensors={"fc.weight": weight}), r"fc\.weight holds values that are not finite in float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+def test_a_map_may_be_stored_in_small_numbers(plain, dtype):
+    folder = plain()
+    d2t = load_file(folder / "model.safetensors")["d2t"]
+    assert torch.equal(load(edit(folder, tensors={"d2t": d2t.to(dtype)})).d2t, d2t)
+
+
+def test_complex_tensors_are_called_so(plain):
+    folder = plain()
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save({**tensors, "fc.weight": tensors["fc.weight"].to(torch.complex64)}, folder / "pytorch_model.bin")
+    refused(folder, r"fc\.weight is complex")
+
+
+def test_offsets_that_wrap_around_are_rejected(plain):
+    folder = plain()
+    d2t = load_file(folder / "model.safetensors")["d2t"]
+    d2t[-1] = 2**63 - 1
+    refused(edit(folder, tensors={"d2t": d2t}, without=["t2d"]), "d2t holds no valid offsets")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "told"),
+    [
+        *(("fc.weight", (), "a single number"), ("fc_norm.1.weight", (), "a single number")),
+        *(("fc.weight", (32, 0), "it holds nothing"), ("layers.weight", (3,), "unused tensors")),
+        ("layers.foo.bar", (3,), "unused tensors"),
+    ],
+)
+def test_tensors_of_no_shape_and_no_layer_are_named(plain, name, shape, told):
+    refused(
+        edit(plain(), tensors={name: torch.ones(shape)}), rf"(?s){re.escape(name)}.*{told}|{told}.*{re.escape(name)}"
+    )

@@ -386,6 +386,30 @@ def test_fp8_that_cannot_be_multiplied_out_is_named(tmp_path):
     refused(write(tmp_path / "d", tensors_of("norm.weight"), config=config), "quantised", "look unquantised")
 
 
+def test_tensors_without_plain_data_are_named(tmp_path):
+    for name, tensor, told in (
+        ("sparse", torch.eye(3).to_sparse(), "is sparse"),
+        ("meta", torch.ones(3, device="meta"), "is without data (meta)"),
+    ):
+        refused(write(tmp_path / name, {"a": tensor}, "pytorch_model.bin"), f"a {told}", "save plain tensors")
+
+
+def test_a_link_to_nothing_is_called_so(tmp_path):
+    write(tmp_path / "d")
+    (tmp_path / "d" / "model.safetensors").symlink_to(tmp_path / "blobs" / "abc")
+    refused(tmp_path / "d", "model.safetensors is a link to", "which does not exist")
+
+
+def test_settings_of_another_form_are_named(tmp_path):
+    refused(
+        write(tmp_path / "q", tensors_of("a"), config={**CONFIG, "quantization_config": "fp8"}),
+        "quantization_config is 'fp8', not a table",
+    )
+    folder = write(tmp_path / "n", tensors_of("a"))
+    (folder / "config.json").write_text("[" * 100000 + "]" * 100000)
+    refused(folder, "is not valid JSON")
+
+
 def test_an_unknown_tensor_is_not_there(tmp_path):
     from driftlab import DriftlabError
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,9 @@ STATES = (2, 4, 5)  # the default ones of 8 layers
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 
 
-def target(layers=8, positions=4096, name="owner/target", embed=None):
+def target(layers=8, positions=4096, name="owner/target", embed=None, vocab=61, width=32):
     """What an export and a loader ask of a target."""
-    made = target_of()
+    made = target_of(vocab, width)
     made.spec = SimpleNamespace(
         **{"name": name, "label": name, "fingerprint": "f" * 64, "num_layers": layers, "max_positions": positions},
         **{"rope_type": "default", "rope_theta": 10000.0},
@@ -299,7 +300,6 @@ def test_what_an_export_must_know_of_the_target(tmp_path):
         ("llama", (1, 3, 5), [0, 2, 4]),
         ("deepseek_v3", (2, 4, 5), [1, 3, 4]),
         ("kimi_k2", (3, 4, 5), [3, 4, 5]),
-        ("kimi_k2", (0, 4, 5), [0, 4, 5]),
         ("gpt_oss", (2, 4, 5), [1, 3, 4]),
         ("gpt_oss", (4, 6, 8), [4, 6, 8]),
     ],
@@ -365,6 +365,49 @@ def test_a_file_that_was_changed_after_the_export_is_refused(tmp_path, form):
     (tmp_path / "d" / "config.json").write_text(words)
     (tmp_path / "d" / "driftlab_export.json").unlink()  # and without it, as engines' own files are read
     assert read_checkpoint(tmp_path / "d").config_for().aux_layers == (2, 3, 6)
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss"])
+def test_states_that_sglang_never_captures_are_refused(tmp_path, model_type):
+    """It captures a state as it enters layer 1 .. N - 1; gpt-oss alone has one after its last layer."""
+    for states in ((0, 4, 7), (0, 4, 8)):
+        drafter = drafter_of(own_embed=False, aux_layers=states)
+        refused(drafter, tmp_path / "d", "sglang", "no id for state 0", target_model_type=model_type)
+    for states in ((2, 4, 8), (3, 4, 8)):
+        drafter = drafter_of(own_embed=False, aux_layers=states)
+        if model_type == "gpt_oss":
+            export(drafter, tmp_path / str(states), "sglang", target_model_type=model_type)
+        else:
+            refused(drafter, tmp_path / "d", "sglang", "after the last of 8", target_model_type=model_type)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_target_that_the_drafter_does_not_fit_is_refused(tmp_path, form):
+    drafter = drafter_of(own_embed=False)
+    shallow = refused(drafter, tmp_path / "d", form, "does not fit the target", target=target(layers=4))
+    assert "aux_layers [2, 4, 5] name state 5, but the target has 4 layers" in shallow
+    other = target(vocab=99, width=16)
+    words = refused(drafter, tmp_path / "d", form, "does not fit the target", target=other)
+    assert "it takes states 32 wide (fc.weight [32, 96]), the target's are 16" in words
+    assert "its vocabulary has 61 tokens, the target's embedding embed_tokens.weight is [99, 16]" in words
+    refused(drafter, tmp_path / "d", form, "its vocabulary has 61", target=target(vocab=62))
+    own = drafter_of()  # whoever brings tables of its own reads the target's states and tokens no less
+    refused(own, tmp_path / "d", form, "the target's are 16", target=target(width=16))
+    exported = export(drafter_of(aux_layers=(2, 4, 8)), tmp_path / "last", "vllm")  # N itself is a state
+    assert not any("not given" in note for note in exported.notes)
+    blind = export(drafter, tmp_path / "blind", "vllm", target=None)
+    assert any("were not compared" in note for note in blind.notes)
+
+
+def test_another_embedding_than_the_drafter_has_used_is_said(tmp_path):
+    drafter = drafter_of(own_embed=False)
+
+    def said(exported):
+        return any("differs from the one that the drafter has used" in note for note in exported.notes)
+
+    assert not said(export(drafter, tmp_path / "a", "vllm"))
+    assert not said(export(drafter_of(), tmp_path / "b", "vllm", target=target(embed=torch.zeros(61, 32))))
+    assert said(export(drafter, tmp_path / "c", "vllm", target=target(embed=torch.zeros(61, 32))))
 
 
 def test_states_that_sglang_would_misread_are_refused(tmp_path):
@@ -471,6 +514,70 @@ def test_a_narrower_dtype_is_said_to_round(tmp_path):
     wide = export(half, tmp_path / "f", "vllm", dtype=torch.float32)
     assert wide.bit_equal
     assert torch.equal(tensors(tmp_path / "f")["fc.weight"], half.fc.weight.float())
+
+
+def test_values_that_would_become_zero_are_counted_or_refused(tmp_path):
+    drafter = drafter_of()
+    with torch.no_grad():
+        drafter.fc.weight[0, :7] = 1e-9  # the least of float16 is 6e-8
+        drafter.norm.weight[3] = -2e-8
+    exported = export(drafter, tmp_path / "few", "vllm", dtype=torch.float16)
+    (note,) = (note for note in exported.notes if "became zero" in note)
+    assert note == "dtype: 8 values too small for float16 became zero, most of them in fc.weight (7)"
+    assert not any("zero" in note for note in export(drafter, tmp_path / "bf16", "vllm", dtype=torch.bfloat16).notes)
+    with torch.no_grad():
+        drafter.fc.weight.mul_(1e-8)
+    count = int(drafter.fc.weight.count_nonzero())
+    words = rf"fc\.weight: \d+ of {count} values .*too small for float16"
+    refused(drafter, tmp_path / "d", "vllm", words, dtype=torch.float16)
+    export(drafter, tmp_path / "d", "vllm")
+    with torch.no_grad():
+        drafter.norm.weight[3] = 1.0
+        drafter.fc.weight.zero_()  # zeros of its own are no loss
+    assert not any("zero" in n for n in export(drafter, tmp_path / "zero", "vllm", dtype=torch.float16).notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens 0"),
+        ({"num_speculative_tokens": 3.5}, r"num_speculative_tokens 3\.5: .*a whole number"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens True"),
+        ({"num_speculative_tokens": "3"}, "num_speculative_tokens '3'"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16: engines read"),
+        ({"target_name": 3}, "target_name 3: give a string"),
+        ({"target_model_type": ["llama"]}, r"target_model_type \['llama'\]"),
+        ({"form": "trt"}, "format 'trt': choose from"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_written(tmp_path, options, told):
+    from driftlab import DriftlabError
+    from driftlab.drafter.formats import export as module
+
+    options = {"form": "speculators", "target": target(), **options}
+    form, run = options.pop("form"), module.export_drafter
+    run = getattr(run, "__wrapped__", run)  # as it runs for users, whom no type hook stops first
+    with pytest.raises(DriftlabError, match=told):
+        run(drafter_of(), tmp_path / "d", format=form, **options)
+    assert not (tmp_path / "d").exists()
+
+
+def test_trained_for_is_said_only_where_a_training_or_a_file_says_so(tmp_path):
+    from driftlab import Drafter
+
+    def said(drafter, name):
+        return [note for note in export(drafter, tmp_path / name, "vllm", target=served).notes if "trained for" in note]
+
+    served = target(name="owner/served")
+    served.spec.fingerprint = "e" * 64
+    export(drafter_of(own_embed=False), tmp_path / "theirs", "vllm")
+    (tmp_path / "theirs" / "driftlab_export.json").unlink()
+    foreign = Drafter.load(tmp_path / "theirs", target())
+    assert said(foreign, "loaded") == []
+    foreign.save(tmp_path / "saved")
+    assert said(Drafter.load(tmp_path / "saved", served), "again") == []
+    foreign.trained_for = {"label": "owner/first", "fingerprint": "f" * 64}
+    assert said(foreign, "trained") == ["trained for owner/first: with other weights it accepts less"]
 
 
 def test_a_value_that_the_dtype_has_not_is_named(tmp_path):
@@ -589,7 +696,7 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path):
 
 def test_a_failure_leaves_the_older_export_or_none(tmp_path, monkeypatch):
     from driftlab import DriftlabError
-    from driftlab.drafter.formats import export as module
+    from driftlab.drafter.formats import export_folder as module
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -605,13 +712,110 @@ def test_a_failure_leaves_the_older_export_or_none(tmp_path, monkeypatch):
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert not (tmp_path / "new" / "config.json").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_json", lambda path, value: full() if path.name == "config.json" else None)
+        write = module.write_json
+        patch.setattr(
+            module, "write_json", lambda path, value: (full if path.name == "config.json" else write)(path, value)
+        )
         with pytest.raises(OSError, match="No space"):
             export(drafter_of(norm_output=True), folder, "vllm")
     assert not (folder / "config.json").exists()  # new tensors never lie beside old settings
     for where in (folder, tmp_path / "new"):
         export(drafter_of(norm_output=True), where, "vllm")
         assert_same(drafter_of(norm_output=True), load(where, "vllm"))
+
+
+def test_an_export_has_the_hash_of_its_weights(tmp_path):
+    import hashlib
+
+    def marked():
+        told = json.loads((tmp_path / "d" / "driftlab_export.json").read_text())["weights"]
+        return told, hashlib.sha256((tmp_path / "d" / "model.safetensors").read_bytes()).hexdigest()
+
+    export(drafter_of(), tmp_path / "d", "vllm")
+    first = marked()
+    assert first[0] == first[1]
+    assert (tmp_path / "d" / "model.safetensors").stat().st_size > 0
+    export(drafter_of(fc_norm=True), tmp_path / "d", "vllm")
+    second = marked()
+    assert second[0] == second[1] != first[0]
+
+
+def test_a_drafter_that_took_the_place_of_an_export_is_not_written_over(tmp_path):
+    from driftlab import DriftlabError
+
+    folder = tmp_path / "d"
+
+    def kept(told):
+        before = {p.name: p.read_bytes() for p in folder.iterdir()}
+        with pytest.raises(DriftlabError, match=told):
+            export(drafter_of(), folder, "vllm")
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+    export(drafter_of(), folder, "vllm")
+    own_tables().save(tmp_path / "own")
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "own" / file, folder)
+    kept("a drafter that was saved there .*driftlab block.*choose another folder")
+    own_tables().save(folder)
+    kept("choose another folder")
+    shutil.rmtree(folder)
+    export(drafter_of(), folder, "vllm")
+    save_file({"fc.weight": torch.ones(3)}, folder / "model.safetensors")
+    kept(r"model\.safetensors is not what .* says was exported")
+    (folder / "config.json").unlink()  # the weights alone are somebody's, too
+    kept(r"model\.safetensors is not what .* says was exported")
+    for text, told in (
+        ("[]", "holds a list, not what an export writes"),
+        ("3", "holds a int"),
+        ("", "cannot be read"),
+        ("[" * 100000, "cannot be read"),
+        ("{}", "another version of driftlab"),
+        ('{"format_version": 1}', None),
+    ):
+        shutil.rmtree(folder)
+        export(drafter_of(), folder, "vllm")
+        (folder / "driftlab_export.json").write_text(text)
+        kept(told or r"model\.safetensors is not what")
+
+
+@pytest.mark.parametrize("stop", range(7))
+def test_wherever_an_export_was_cut_off_it_can_be_repeated(tmp_path, monkeypatch, stop):
+    """Each step of the writing is left out in turn, and all after it, over an older export."""
+    import os
+
+    from driftlab import files
+
+    folder, left = tmp_path / "d", [stop]
+    export(drafter_of(), folder, "vllm")
+    newer = drafter_of(norm_output=True, aux_layers=(1, 4, 6))
+
+    def counted(step):
+        def run(*args, **kwargs):
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return step(*args, **kwargs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", counted(os.replace))
+        patch.setattr(files.os, "fsync", counted(files.os.fsync))
+        patch.setattr(
+            Path,
+            "unlink",
+            lambda self, missing_ok=False, real=Path.unlink: (
+                counted(real)(self, missing_ok=missing_ok)
+                if self.name == "config.json"
+                else real(self, missing_ok=missing_ok)
+            ),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            export(newer, folder, "vllm")
+    if (folder / "config.json").exists():
+        assert_same(drafter_of(), load(folder, "vllm"))
+    export(newer, folder, "vllm")
+    assert_same(newer, load(folder, "vllm"))
 
 
 def test_what_breaks_a_rule_is_never_finished(tmp_path, monkeypatch):
@@ -745,6 +949,18 @@ MUTATIONS = {
         ({}, {"d2t": torch.arange(1, 61, 3)}, ("t2d",), "d2t: no offsets"),
         ({}, {"d2t": torch.zeros(20)}, (), "d2t: torch.float32"),
         ({}, {"norm.weight": ONES * float("nan")}, (), "norm.weight: .*not finite"),
+        ({}, {"fc.weight": torch.full((32, 96), float("inf"))}, (), "fc.weight: .*not finite"),
+        ({}, {"t2d": torch.tensor([*[False] * 64, True])}, (), r"t2d: \[65\], and vocab_size is 61"),
+        ({}, {"d2t": torch.tensor([1] * 19 + [2**63 - 1])}, ("t2d",), "d2t: no offsets"),
+        ({"num_hidden_layers": 10**9}, {}, (), "num_hidden_layers: 1000000000 is not a whole number in 1"),
+        ({"num_hidden_layers": None}, {}, (), "num_hidden_layers: None"),
+        ({"norm_before_residual": None}, {}, (), "norm_before_residual: None is not true or false"),
+        ({"architectures": 5}, {}, (), "architectures: 5 is not a list of strings"),
+        ({"eagle_config": "x"}, {}, (), "eagle_config: 'x' is not an object"),
+        ({f"eagle_config.{IDS}": 5}, {}, (), rf"eagle_config\.{IDS}: 5 is not a list"),
+        ({"rope_scaling": [5]}, {}, (), r"rope_scaling: \[5\] is not an object"),
+        ({"rope_theta": "x"}, {}, (), "rope_theta: 'x' is not a finite number"),
+        ({"rms_norm_eps": float("nan")}, {}, (), "rms_norm_eps: nan"),
         ({}, {"norm.weight": torch.ones(32, dtype=torch.int8)}, (), "norm.weight: torch.int8"),
     ],
     "sglang": [
@@ -780,6 +996,10 @@ MUTATIONS = {
         ({}, {}, ("t2d",), "needs both, or neither"),
         ({IDS: [2, 4, 5, 6]}, {}, (), r"fc\.weight: \[32, 96\] in the file, \[32, 128\]"),
         ({"transformer_layer_config.attention_bias": True}, {}, (), "attention_bias"),
+        ({"transformer_layer_config.hidden_size": "32"}, {}, (), r"transformer_layer_config\.hidden_size: '32'"),
+        ({"speculators_config": "x"}, {}, (), "speculators_config: 'x' is not an object"),
+        ({"speculators_config.proposal_methods": [3]}, {}, (), r"proposal_methods: \[3\] is not a list of objects"),
+        ({"speculators_config.verifier": 3}, {}, (), r"speculators_config\.verifier: 3 is not an object"),
     ],
     "safeailab": [
         ({"norm_output": True}, {}, (), "norm_output: .*in silence"),
@@ -807,8 +1027,6 @@ MUTATED = {
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_damage_is_told(tmp_path, form):
-    import re
-
     export(drafter_of(**MUTATED[form]), tmp_path / "whole", form)
     for changed, added, without, told in MUTATIONS[form]:
         folder = tmp_path / "damaged"
@@ -834,6 +1052,122 @@ def test_files_that_cannot_be_read(tmp_path):
     assert "no file of weights" in check(tmp_path, "vllm")[0]
     (tmp_path / "model.safetensors").write_bytes(b"\x05" * 40)
     assert "cannot be read" in check(tmp_path, "vllm")[0]
+
+
+def test_weights_that_cannot_be_read_are_findings(tmp_path):
+    export(drafter_of(), tmp_path / "d", "vllm")
+    whole, folder = tensors(tmp_path / "d"), tmp_path / "d"
+    (folder / "model.safetensors").unlink()
+    file = folder / "pytorch_model.bin"
+    for held, told in (
+        (torch.nn.Linear(2, 2), "reading it would run its code"),
+        ([1], "not a dictionary of tensors"),
+        ({**whole, "step": 3}, "not a dictionary of tensors"),
+        ({**whole, 3: torch.ones(1)}, "a tensor named 3"),
+        ({**whole, "norm.weight": torch.ones(32).to_sparse()}, r"norm\.weight is a sparse"),
+        ({**whole, "norm.weight": torch.ones(32, device="meta")}, r"norm\.weight is a sparse"),
+    ):
+        torch.save(held, file)
+        (found,) = check(folder, "vllm")
+        assert re.search(told, found)
+        assert "pytorch_model.bin" in found
+    torch.save({**whole, "norm.weight": torch.tensor(1.0)}, file)
+    assert any(words.startswith("norm.weight: [] in the file") for words in check(folder, "vllm"))
+    torch.save({**whole, "norm.weight": torch.ones(32, dtype=torch.complex64)}, file)
+    assert any("norm.weight: torch.complex64" in words for words in check(folder, "vllm"))
+    for content, told in ((b"", "cannot be read"), (b"version https://git-lfs.github.com/spec/v1", "LFS pointer")):
+        file.write_bytes(content)
+        assert told in check(folder, "vllm")[0]
+    file.unlink()
+    (folder / "model.safetensors").mkdir()
+    assert "cannot be read" in check(folder, "vllm")[0]
+    (folder / "config.json").write_text("[" * 100000)
+    assert "config.json cannot be read" in check(folder, "vllm")[0]
+    (folder / "config.json").write_text('{"hidden_size": ' + "1" * 5000 + "}")
+    assert "config.json cannot be read" in check(folder, "vllm")[0]
+
+
+STRANGE = [None, True, False, 0, -1, 3, 2.5, 1e400, float("nan"), 10**30, "", "x", "8", [], [5], ["x"], [None], {}]
+STRANGE += [{"x": 1}, [[1]], [{}], [{"x": [1]}], {"rope_type": [1]}, {"type": {}}, [2, "4", 5], [2, 4, 10**30]]
+
+
+def places(config):
+    """Every setting of config.json: its block, and its name."""
+    for name, value in config.items():
+        yield config, name
+        if isinstance(value, dict):
+            yield from places(value)
+        for item in value if isinstance(value, list) else ():
+            yield from places(item) if isinstance(item, dict) else ()
+
+
+def mutated(weights, generator):
+    """One tensor of another shape, dtype or name, or gone."""
+    name = generator.choice(sorted(weights))
+    tensor = weights.pop(name)
+    how = generator.randrange(7)
+    if how < 3:
+        size = [(), (0,), tuple(tensor.shape) + (1,)][how]
+        weights[name] = torch.zeros(size, dtype=tensor.dtype)
+    elif how == 3:
+        dtypes = (torch.int64, torch.bool, torch.float64, torch.uint8, torch.float8_e4m3fn, torch.int16)
+        weights[name] = tensor.to(generator.choice(dtypes))
+    elif how == 4:
+        weights[generator.choice(["", ".", "layers.", "layers.x.y", "model.", "midlayer.", "fc_norm."]) + name] = tensor
+    elif how == 5:
+        weights[name] = (tensor.double() * 1e300 * float("inf")).to(tensor.dtype)
+    return weights
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_whatever_a_folder_holds_the_checker_tells_and_never_raises(tmp_path, form):
+    """Seeded mutations of settings and tensors; a setting of a wrong kind is named by its own name."""
+    import copy
+    import random
+
+    export(drafter_of(**MUTATED[form]), tmp_path / "d", form)
+    whole, weights = settings(tmp_path / "d"), tensors(tmp_path / "d")
+    generator, told = random.Random(7), 0
+    for number in range(75):
+        config = copy.deepcopy(whole)
+        spots = list(places(config))
+        extra = [
+            ("eagle_config", config),
+            ("rope_scaling", config),
+            ("layer_types", config),
+            ("num_aux_layers", config),
+        ]
+        spots += [(block, name) for name, block in extra]
+        changed = []
+        for block, name in generator.sample(spots, 1 + number % 2):
+            block[name] = generator.choice(STRANGE)
+            changed.append((name, block[name]))
+        (tmp_path / "d" / "config.json").write_text(json.dumps(config))
+        file = tmp_path / "d" / "model.safetensors"
+        save_file(mutated(dict(weights), generator) if number % 3 == 0 else weights, file)
+        found = check(tmp_path / "d", form)
+        assert all(isinstance(words, str) and words for words in found), changed
+        told += bool(found)
+    assert told > 50
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_setting_that_a_loader_reads_is_told_when_it_is_an_object_of_another_kind(tmp_path, form):
+    """An object where a number, a flag, a string or a list is wanted, and a string where an object is."""
+    import copy
+
+    export(drafter_of(**MUTATED[form]), tmp_path / "d", form)
+    whole = settings(tmp_path / "d")
+    unread = {"torch_dtype", "dtype", "use_sliding_window", "embed_requires_grad", "speculators_version"}
+    unread |= {"verifier_accept_k", "accept_tolerance", "rope_interleave"}
+    for index, (_, name) in enumerate(places(whole)):
+        config = copy.deepcopy(whole)
+        block, _ = list(places(config))[index]
+        is_verifiers = name == "architectures" and block is not config
+        block[name] = "x" if isinstance(block[name], dict) or name == "rope_scaling" else {"x": [1]}
+        (tmp_path / "d" / "config.json").write_text(json.dumps(config))
+        if name not in unread and not is_verifiers:
+            assert any(re.match(rf"(.*\.)?{name}: ", words) for words in check(tmp_path / "d", form)), name
 
 
 def test_safeailab_s_first_choice_is_the_pickle(tmp_path):

@@ -493,6 +493,20 @@ def test_a_reading_turns_with_what_is_given(tmp_path):
         ("deepseek", {"routed_scaling_factor": None}, "routed_scaling_factor is None"),
         ("deepseek", {"num_experts_per_tok": None}, "num_experts_per_tok is None"),
         ("deepseek", {"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ("deepseek", {"norm_topk_prob": "false"}, "norm_topk_prob is 'false', not true or false"),
+        ("deepseek", {"rope_interleave": "x"}, "rope_interleave is 'x', not true or false"),
+        ("deepseek", {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1', not a whole number"),
+        ("deepseek", {"n_routed_experts": "8"}, "n_routed_experts is '8', not a whole number"),
+        ("deepseek", {"q_lora_rank": "16"}, "q_lora_rank is '16', not a whole number"),
+        ("deepseek", {"num_experts_per_tok": 9}, "a token takes 9, and 4 are open to it"),
+        ("deepseek", {"n_group": 3}, "8 in 3 groups"),
+        ("deepseek", {"topk_group": 5}, "a token takes 5 groups, and there are 4"),
+        ("deepseek", {"n_group": "4"}, "n_group is '4', not a whole number"),
+        ("deepseek", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ("deepseek", {"routed_scaling_factor": float("inf")}, "scale is inf, not a number"),
+        ("glm", {"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 turns 0 of the 8"),
+        ("glm", {"layer_types": 5}, "layer_types is 5, not a list"),
+        ("glm", {"use_qk_norm": "no"}, "use_qk_norm is 'no', not true or false"),
         ("glm", {"use_qk_norm": False}, "use_qk_norm=False.* among the tensors"),
         ("glm, plain attention", {"use_qk_norm": True}, "use_qk_norm=True.* missing"),
         ("glm, plain attention", {"attention_bias": True}, "attention_bias=True.* missing"),
@@ -514,6 +528,31 @@ def test_settings_that_are_not_supported_or_contradict_the_tensors_are_named(kin
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(DriftlabError, match=match):
         read(folder)
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "qwen3_next", "speculators, qwen3"])
+def test_a_head_without_its_projection_is_called_so(kind, tmp_path):
+    from driftlab import DriftlabError
+
+    tensors = written(Head(kind), kind, tables=False)
+    kept = {
+        n: t for n, t in tensors.items() if not n.endswith((".eh_proj.weight", "mtp.fc.weight", ".input_proj.weight"))
+    }
+    assert len(kept) == len(tensors) - 1
+    with pytest.raises(DriftlabError, match="a tensor of an MTP head, but its projection"):
+        read(save_to(tmp_path / "m", kind, kept))
+
+
+def test_another_module_has_other_weights_though_the_first_was_read(tmp_path):
+    heads = [Head("deepseek", seed=0), Head("deepseek", seed=1)]
+    tensors = {name: t for i, head in enumerate(heads) for name, t in written(head, "deepseek", module=i).items()}
+    reading = read(save_to(tmp_path / "m", "deepseek", tensors, num_nextn_predict_layers=2))
+    for module in (0, 1, 0):  # and each time after the other's were read
+        reading = reading.with_given(module=module)
+        assert torch.equal(reading.tensors["layers.0.eh_proj.weight"], heads[module].proj.weight)
+    lent = reading.with_given(own_embed=False)
+    assert "embed_tokens.weight" not in lent.tensors
+    assert torch.equal(lent.with_given(own_embed=True).tensors["embed_tokens.weight"], heads[0].embed.weight)
 
 
 def test_mimo_has_speculators_names_and_another_order(tmp_path):

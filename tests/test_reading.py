@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import hashlib
 import json
 import math
 import pickle
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -931,3 +933,141 @@ def test_inspect_beside_a_recording(write, monkeypatch, capsys, tiny_trajectory)
     run(monkeypatch, path, "--target", tiny_trajectory.path)
     told = capsys.readouterr().out
     assert f"N = {spec.num_layers}" in told or "no default ones" in told or f"with {spec.num_layers}" in told
+
+
+# ---- what must not be lost in silence
+
+
+def test_what_is_given_of_the_rotary_embedding_leaves_the_rest_of_it(write):
+    """Giving base and scaling must not turn whole heads where the file turns half of each."""
+    block = {"rope_type": "mrope", "mrope_section": [1, 1, 2]}
+    folder = write(own_tables(), partial_rotary_factor=0.5, rope_scaling=block, **nested([1, 3, 5]))
+    reading = read(folder, rope_theta=5.0, rope_scaling={"kind": "linear", "factor": 2.0})
+    assert (reading.config_for().rotary_dim, reading.config_for().rope_theta) == (4, 5.0)
+    assert any("several position axes" in note for note in reading.notes)
+    # a scaling that is not known may be given, alone or with the base
+    strange = write(own_tables(), partial_rotary_factor=0.5, rope_scaling={"rope_type": "su"}, **nested([1, 3, 5]))
+    refused("rope type 'su'", read, strange)
+    assert read(strange, rope_scaling=None).config_for().rotary_dim == 4
+    layers = {"full": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    per_layer = write(own_tables(), rope_parameters=layers, rope_theta=..., **nested([1, 3, 5]))
+    refused("give rotary_dim=", read, per_layer, rope_theta=1e4, rope_scaling=None)
+    assert read(per_layer, rope_theta=1e4, rope_scaling=None, rotary_dim=4).config_for().rotary_dim == 4
+
+
+@pytest.mark.parametrize("factor", [0.1, 1.5])
+def test_a_share_of_a_head_that_is_none_or_more_than_all_is_refused(write, factor):
+    folder = write(own_tables(), partial_rotary_factor=factor, **nested([1, 3, 5]))
+    refused(f"partial_rotary_factor {factor} turns .* of the 8", read, folder)
+    assert read(folder, rotary_dim=2).config_for().rotary_dim == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"rope_scaling": {**YARN, "attention_factor": float("nan")}}, "attention_factor is nan"),
+        ({"rope_scaling": {**YARN, "attention_factor": 0}}, "attention_factor is 0.0"),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor is inf"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 64.5}}, "is 64.5, not a whole number"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor 4 is not below"),
+        ({"rope_scaling": {**YARN, "beta_fast": 0}}, "beta_fast is 0.0"),
+        ({"logit_scale": float("inf")}, "logit_scale is inf"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(write, changes, told):
+    refused(told, read, write(own_tables(), **changes, **nested([1, 3, 5])))
+
+
+def test_a_null_residual_of_speculators_is_off(write):
+    """vLLM takes only an absent one as on."""
+    drafter = own_tables()
+    for changes, value in (({}, True), ({"norm_before_residual": None}, False)):
+        settings = speculators_settings(drafter, **changes, **{IDS: [2, 4, 6]})
+        found = row(read(write(drafter, settings=settings)), "norm_before_residual")
+        assert found.value is value
+    assert "null: off in vLLM" in found.why
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_safeailabs_scaled_rotary_embedding_has_the_base_10000(write, kind):
+    changes = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5, "max_position_embeddings": 64}
+    plain = {"fc_norm": False, "norm_output": False}
+    scaled = {"rope_scaling": {"type": kind, "factor": 2.0}}
+    folder = write(own_tables(**plain), prefix="midlayer.", **changes, **scaled)
+    reading = read(folder)
+    assert (reading.format, reading.config_for().rope_theta) == ("SafeAILab", 10000.0)
+    assert any(note.startswith("rope_theta: 10000 ") and "(500000 here)" in note for note in reading.notes)
+    assert read(folder, rope_theta=5e5).config_for().rope_theta == 5e5
+    assert read(write(own_tables(**plain), prefix="midlayer.", **changes)).config_for().rope_theta == 5e5
+    other = write(own_tables(), **{**changes, "architectures": ["LlamaForCausalLMEagle3"]}, **scaled)
+    assert read(other).config_for().rope_theta == 5e5
+
+
+def test_a_width_of_heads_that_safeailabs_first_code_does_not_read_is_noted(write):
+    wide = own_tables(head_dim=16, fc_norm=False, norm_output=False)
+    settings = {"prefix": "midlayer.", "architectures": ["LlamaForCausalLM"]}
+    assert any(n.startswith("head_dim: 16, though") for n in read(write(wide, **settings)).notes)
+    usual = own_tables(fc_norm=False, norm_output=False)
+    assert not any(n.startswith("head_dim") for n in read(write(usual, **settings)).notes)
+
+
+def test_an_unknown_architecture_is_noted(write):
+    drafter = read(write(own_tables(), architectures=["EagleQwen2ForCausalLM"], **nested([1, 3, 5]))).build()
+    assert any("architecture EagleQwen2ForCausalLM is not known" in note for note in drafter.notes)
+    assert not any("not known" in n for n in read(write(own_tables(), **nested([1, 3, 5]))).notes)
+    notes = read(write(own_tables(), architectures=5, **nested([1, 3, 5]))).build().notes
+    assert any("architecture 5 is not known" in note for note in notes)
+
+
+def test_a_module_is_no_option_of_an_eagle3_file(write):
+    refused("an EAGLE-3 file, to which module does not apply", read, write(own_tables(), **nested([1, 3, 5])), module=1)
+
+
+def mark(folder, **values):
+    """Write what an export says of itself; the hash is that of the weights unless it is given."""
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    values = {"format": "vllm", "states": [1, 3, 5], "layer_ids": [1, 3, 5], "weights": digest, **values}
+    (folder / "driftlab_export.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+
+
+def test_a_marker_of_other_weights_is_not_read(write):
+    """By the marker ids are boundaries; without it eagle_config's are outputs of layers, one more."""
+    folder = write(own_tables(), **nested([1, 3, 5]))
+    for values, states in (({}, (1, 3, 5)), ({"weights": ...}, (1, 3, 5)), ({"weights": "0" * 64}, (2, 4, 6))):
+        mark(folder, **values)
+        reading = read(folder)
+        assert reading.config_for().aux_layers == states
+        assert any("other weights than are read here" in n for n in reading.notes) == (states == (2, 4, 6))
+
+
+@pytest.mark.parametrize("states", [[1.0, 3.0, 5.0], ["a", 1, 2], [True, 3, 5], [5, 3, 1], [-1, 3, 5]])
+def test_states_of_a_marker_are_ascending_whole_numbers(write, states):
+    folder = write(own_tables(), **nested([1, 3, 5]))
+    mark(folder, states=states)
+    refused("driftlab_export.json: states is .* not ascending whole numbers", read, folder)
+
+
+# ---- pickles
+
+
+def test_a_pickled_drafter_needs_no_folder(write, tmp_path):
+    from driftlab import Drafter
+
+    folder = write(own_tables(), **nested([1, 3, 5]))
+    drafter = Drafter.load(folder, num_layers=LAYERS, norm_output=False)
+    torch.save(drafter, tmp_path / "whole.pt")
+    data, embedding = pickle.dumps(drafter), drafter.reading.embedding_notes()
+    shutil.rmtree(folder)
+    for again in (pickle.loads(data), torch.load(tmp_path / "whole.pt", weights_only=False)):
+        assert torch.equal(again.fc.weight, drafter.fc.weight)
+        assert (again.config, again.notes, again.reading.name) == (drafter.config, drafter.notes, drafter.reading.name)
+        assert (again.reading.conventions, again.reading.format) == (
+            drafter.reading.conventions,
+            drafter.reading.format,
+        )
+        assert again.reading.words() == drafter.reading.words()
+        assert again.reading.embedding_notes(target_of()) == embedding
+        for call in (again.reading.build, lambda r=again.reading: r.with_given(norm_output=True)):
+            refused("this reading was pickled", call)
+        assert pickle.loads(pickle.dumps(again)).reading.words() == drafter.reading.words()

@@ -38,20 +38,34 @@ def inspect(
     print(reading_lines(reading, None if target is None else open_lender(target), as_json=json))
 
 
-def _given(said: tuple[str, ...]) -> dict[str, Any]:
-    """Read name=value; values as JSON, else as text."""
-    import json
+_WORDS = {"on": True, "yes": True, "off": False, "no": False, "none": None, "null": None}
 
+
+def _given(said: tuple[str, ...]) -> dict[str, Any]:
+    """Read name=value; whether it can be a value of that name is checked where the file is read."""
     values: dict[str, Any] = {}
     for word in said:
         name, equals, value = word.partition("=")
         if not equals:
             raise DriftlabError(f"--given {word}: wants name=value")
-        try:
-            values[name] = json.loads(value)
-        except json.JSONDecodeError:
-            values[name] = value
+        values[name.strip()] = _value(value.strip())
     return values
+
+
+def _value(text: str) -> Any:
+    """Read true, on, yes and their opposites, none, a number, a list with commas, or JSON; else it is a name."""
+    import json
+
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for spelling in (text, text.lower()):  # True and False, as in Python
+        try:
+            return json.loads(spelling)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+    if "," in text and text[0] not in "[{":
+        return [_value(part.strip()) for part in text.strip(",").split(",")]
+    return text
 
 
 def export(

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from driftlab.drafter.formats.own import FORMAT_VERSION, written_config
 from driftlab.drafter.formats.reading import read_checkpoint
 from driftlab.drafter.model import Drafter
+from driftlab.errors import DriftlabError
 from driftlab.files import atomic, sort_metadata, write_json
 
 __all__ = ["FORMAT_VERSION", "load", "save"]
@@ -28,24 +30,40 @@ def save(drafter: Drafter, path: str | Path, *, dtype: torch.dtype | None = None
         drafter: what to save.
         path: folder; made if need be, files of the same names replaced.
         dtype: floating-point tensors are cast to it; default as they are.
+
+    Raises:
+        DriftlabError: weights that are not finite, or would all become zero in ``dtype``.
     """
     path = Path(path)
-    tensors = {
-        name: (tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor).detach().cpu().contiguous()
-        for name, tensor in drafter.state_dict().items()
-    }
+    tensors = {name: _written(name, tensor, dtype) for name, tensor in drafter.state_dict().items()}
     with atomic(path / "model.safetensors") as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", "driftlab_format_version": str(FORMAT_VERSION)})
         sort_metadata(temporary)
+        # new weights and old settings would load as a drafter that nobody made: until both are written there are no settings
+        (path / "config.json").unlink(missing_ok=True)
     write_json(path / "config.json", written_config(drafter.config, drafter.trained_for))
+
+
+def _written(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor.detach().cpu().contiguous()
+    cast = tensor.detach().to(dtype or tensor.dtype).cpu().contiguous()
+    kind = str(cast.dtype).removeprefix("torch.")
+    if not bool(cast.isfinite().all()):
+        raise DriftlabError(
+            f"{name} holds values that are not finite in {kind}, and could not be loaded: it is not saved"
+        )
+    if bool(tensor.any()) and not bool(cast.any()):
+        raise DriftlabError(f"{name} is so small that it becomes all zero in {kind}: choose another dtype=")
+    return cast
 
 
 def load(
     path: str | Path,
     target: Any = None,
     *,
-    aux_layers: tuple[int, ...] | None = None,
-    num_layers: int | None = None,
+    aux_layers: Any = None,
+    num_layers: Any = None,
     **given: Any,
 ) -> Drafter:
     """Load a checkpoint; ``drafter.notes`` says in words what was assumed, ``drafter.reading`` every convention and why.

@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from driftlab.drafter.fields import Count, NonNegative, Positive, Size, from_table, settle_fields
 from driftlab.drafter.rotary import RopeScaling
 from driftlab.errors import DriftlabError
 from driftlab.trajectory import TargetSpec
@@ -19,11 +20,16 @@ Architecture = Literal["eagle3", "mtp"]
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2): widths of its parts. ``q_lora_rank`` 0: queries are projected at once."""
 
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
+    __no_type_check__ = True
+
+    q_lora_rank: Count
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+
+    def __post_init__(self) -> None:
+        settle_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,40 +43,57 @@ class ExpertsConfig:
     shared expert's output is multiplied by a sigmoid of its own.
     """
 
-    count: int
-    per_token: int
-    intermediate_size: int
-    shared_intermediate_size: int = 0
+    __no_type_check__ = True
+
+    count: Size
+    per_token: Size
+    intermediate_size: Size
+    shared_intermediate_size: Count = 0
     scoring: Literal["sigmoid", "softmax"] = "softmax"
-    groups: int = 1
-    groups_per_token: int = 1
+    groups: Size = 1
+    groups_per_token: Size = 1
     normalise: bool = True
-    scale: float = 1.0
+    scale: Positive = 1.0
     shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        settle_fields(self)
+        if self.groups > 1 and (self.count % self.groups or self.count < 2 * self.groups):
+            raise DriftlabError(
+                f"experts: {self.count} in {self.groups} groups: each needs as many, and two or more, for it counts by its "
+                "two best"
+            )
+        if self.groups_per_token > self.groups:
+            raise DriftlabError(f"experts: a token takes {self.groups_per_token} groups, and there are {self.groups}")
+        open_to_it = self.count // self.groups * self.groups_per_token
+        if self.per_token > open_to_it:
+            raise DriftlabError(f"experts: a token takes {self.per_token}, and {open_to_it} are open to it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
     """Everything that fixes a drafter's architecture. Read once, in ``__init__`` of the modules."""
 
-    hidden_size: int
+    __no_type_check__ = True
+
+    hidden_size: Size
     """H, the drafter's width"""
-    target_hidden_size: int
+    target_hidden_size: Size
     """Ht, width of each captured target state"""
     aux_layers: tuple[int, ...]
     """captured states: k is the residual stream after k decoder layers (0: embedding, N: before the final norm). Empty: the
     target's final state after its final norm, which is then the hidden input as it is, without fc (use_aux_hidden_state
     false; every MTP head)"""
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    vocab_size: Size
     """V, the target's vocabulary"""
     draft_vocab_size: int
     """Vd <= V; below V the buffers d2t and t2d map between the two"""
-    rope_theta: float
-    rms_norm_eps: float
+    rope_theta: Positive
+    rms_norm_eps: NonNegative
     fc_norm: bool
     """one RMSNorm per captured state before the concat"""
     norm_output: bool
@@ -114,17 +137,18 @@ class DrafterConfig:
     rope_scaling: RopeScaling | None = None
     rope_interleaved: bool = False
     """turn pairs (0, 1), (2, 3), ... (off: (i, i + d/2), the half-split form)"""
-    rotary_dim: int = 0
+    rotary_dim: Count = 0
     """so many leading dimensions of each head are turned; 0: all"""
-    logit_scale: float = 1.0
+    logit_scale: Positive = 1.0
     zero_first_embedding: bool = False
     """the embedding of row 0 is replaced by zeros (vLLM's DeepSeek MTP; SGLang does not)"""
-    ttt: int = 0
+    ttt: Count = 0
     """train-time test depth that the weights were trained with; 0: untrained or unknown"""
-    trained_length: int = 0
+    trained_length: Count = 0
     """longest sequence seen in training, in tokens; 0: unknown"""
 
     def __post_init__(self) -> None:
+        settle_fields(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise DriftlabError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -148,6 +172,8 @@ class DrafterConfig:
             raise DriftlabError(
                 f"windows {self.windows}: give one of the {self.num_hidden_layers} layers each, 0 for all keys"
             )
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise DriftlabError(f"rope_theta {self.rope_theta}: yarn takes its logarithm, which must be above 0")
         self._check_switches()
         self._check_shared()
 
@@ -205,22 +231,8 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DrafterConfig:
-        """Rebuild from :meth:`to_dict`. Raises DriftlabError that names unknown and missing keys."""
-        fields = dataclasses.fields(cls)
-        required = {f.name for f in fields if f.default is dataclasses.MISSING}
-        unknown, missing = set(values) - {f.name for f in fields}, required - set(values)
-        if unknown or missing:
-            raise DriftlabError(f"drafter config: unknown keys {sorted(unknown)}, missing keys {sorted(missing)}")
-        nested = {"latent": LatentConfig, "experts": ExpertsConfig, "rope_scaling": RopeScaling}
-        read = {
-            name: nested[name](**value)
-            if name in nested and value is not None
-            else tuple(value)
-            if isinstance(value, list)
-            else value
-            for name, value in values.items()
-        }
-        return cls(**read)
+        """Rebuild from :meth:`to_dict`. Raises DriftlabError that names unknown and missing keys, or a value that is none."""
+        return from_table(cls, values, "drafter config")
 
 
 @dataclass(frozen=True)

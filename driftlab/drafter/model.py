@@ -113,7 +113,7 @@ class Drafter(HookedModule):
         self._config = config
         self.notes: list[str] = []
         spec = getattr(target, "spec", None)
-        #: label and fingerprint of the target that it is for, where known; written beside the weights
+        #: label and fingerprint of the target that it is made for, or that its file names; written beside the weights
         self.trained_for = None if spec is None else {"label": spec.label, "fingerprint": spec.fingerprint}
         head = None if target is None else target.head
         _check_fits(config, head)
@@ -188,13 +188,11 @@ class Drafter(HookedModule):
                     module.bias.zero_()
 
     @classmethod
-    def load(
-        cls, path: str | Path, target: Any = None, *, aux_layers: Sequence[int] | None = None, **given: Any
-    ) -> Drafter:
+    def load(cls, path: str | Path, target: Any = None, *, aux_layers: Any = None, **given: Any) -> Drafter:
         """Load a checkpoint of any known format, or a shipped drafter by name; see :func:`driftlab.drafter.checkpoint.load`."""
         from driftlab.drafter.checkpoint import load
 
-        return load(path, target, aux_layers=None if aux_layers is None else tuple(aux_layers), **given)
+        return load(path, target, aux_layers=aux_layers, **given)
 
     def save(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Save as a checkpoint folder; see :func:`driftlab.drafter.checkpoint.save`."""

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from driftlab.drafter.fields import Count, NonNegative, Positive, settle_fields
 from driftlab.errors import DriftlabError
 
 RopeKind = Literal["linear", "dynamic", "llama3", "yarn"]
@@ -34,17 +35,19 @@ RopeKind = Literal["linear", "dynamic", "llama3", "yarn"]
 class RopeScaling:
     """How rotary frequencies are scaled; see the module's formulas. What a kind does not use stays None."""
 
+    __no_type_check__ = True
+
     kind: str
     factor: float
-    original_max_positions: int = 0
+    original_max_positions: Count = 0
     """L; for "dynamic" the length up to which nothing is scaled"""
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: NonNegative | None = None
+    mscale_all_dim: NonNegative | None = None
+    attention_factor: Positive | None = None
     truncate: bool = True
 
     def __post_init__(self) -> None:
@@ -52,6 +55,7 @@ class RopeScaling:
             raise DriftlabError(
                 f"rope scaling {self.kind!r} is not known: linear, dynamic, llama3, yarn, or none (default)"
             )
+        self._settle()
         if not self.factor >= 1:
             raise DriftlabError(f"rope scaling {self.kind}: factor {self.factor} is not a number >= 1")
         if self.kind != "linear" and self.original_max_positions < 1:
@@ -60,6 +64,21 @@ class RopeScaling:
             )
         if self.kind == "llama3" and not (self.low_freq_factor and self.high_freq_factor):
             raise DriftlabError("rope scaling llama3: it needs low_freq_factor and high_freq_factor")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise DriftlabError(
+                f"rope scaling llama3: low_freq_factor {self.low_freq_factor:g} is not below high_freq_factor "
+                f"{self.high_freq_factor:g}"
+            )
+        if self.beta_fast < self.beta_slow:
+            raise DriftlabError(
+                f"rope scaling {self.kind}: beta_fast {self.beta_fast:g} is below beta_slow {self.beta_slow:g}"
+            )
+
+    def _settle(self) -> None:
+        try:
+            settle_fields(self)
+        except DriftlabError as error:
+            raise DriftlabError(f"rope scaling {self.kind}: {error}") from error
 
     def magnitude(self, scale: float) -> float:
         """m(scale) of YaRN: 1 + scale ln(factor) / 10."""

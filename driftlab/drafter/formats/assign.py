@@ -87,13 +87,22 @@ def assign(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors, whose names and shapes were checked, into the drafter.
 
     Raises:
-        DriftlabError: a value that is not finite.
+        DriftlabError: a weight that is not of a floating-point type, or a value that is not finite.
     """
-    expected = drafter.state_dict()
-    for name in expected:
-        if tensors[name].is_floating_point() and not bool(tensors[name].isfinite().all()):
-            raise DriftlabError(f"{name} holds values that are not finite")
-    drafter.load_state_dict({name: tensors[name].to(made.dtype) for name, made in expected.items()})
+    drafter.load_state_dict({name: _cast(name, tensors[name], made) for name, made in drafter.state_dict().items()})
+
+
+def _cast(name: str, tensor: Tensor, made: Tensor) -> Tensor:
+    if made.is_floating_point() and not tensor.is_floating_point():
+        raise DriftlabError(f"{name} is stored as {_kind(tensor)}: a weight is a floating-point number")
+    cast = tensor.to(made.dtype)
+    if made.is_floating_point() and not bool(cast.isfinite().all()):
+        raise DriftlabError(f"{name} holds values that are not finite in {_kind(cast)}")
+    return cast
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _switch_of(name: str, given: Set[str]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -76,6 +76,13 @@ def naming(name: str) -> Iterator[None]:
         if name in str(error):
             raise
         raise DriftlabError(f"{name}: {error}") from error
+
+
+def refuse_options(given: Mapping[str, Any], what: str, allowed: Set[str] = frozenset()) -> None:
+    """Raise DriftlabError if the user gave an option of reading that has no meaning for this kind of file."""
+    wrong = sorted(({"format", "specforge", "layer_ids", "module"} - allowed) & set(given))
+    if wrong:
+        raise DriftlabError(f"it is {what}, to which {', '.join(wrong)} does not apply: leave it out")
 
 
 def shown(value: Any) -> str:

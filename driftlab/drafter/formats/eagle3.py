@@ -7,6 +7,7 @@ file is silent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,19 +16,28 @@ from typing import Any
 from torch import Tensor
 
 from driftlab.drafter.config import LatentConfig
+from driftlab.drafter.formats.conventions import refuse_options
 from driftlab.drafter.formats.fileids import read_layer_ids
 from driftlab.drafter.formats.marker import read_marker
 from driftlab.drafter.formats.names import Heads, Names, canonical_names
-from driftlab.drafter.formats.provenance import Provenance, provenance_of, refuse_others, refuse_whole_model
+from driftlab.drafter.formats.provenance import (
+    Provenance,
+    provenance_of,
+    refuse_others,
+    refuse_whole_model,
+    unknown_architecture,
+)
 from driftlab.drafter.formats.reading import Found, Ledger, Reading
-from driftlab.drafter.formats.rope import read_rope
+from driftlab.drafter.formats.rope import DEFAULT_THETA, Rope, read_rope, turned_width
 from driftlab.drafter.formats.settings import Settings
 from driftlab.drafter.formats.switches import read_switches
 from driftlab.drafter.formats.tables import is_tied, read_tables, read_whole
 from driftlab.drafter.formats.vocabulary import with_maps
 from driftlab.errors import DriftlabError
 
+_LAYER = re.compile(r"layers\.(\d+)\.")
 _GATES = ("gate_proj", "g_proj")
+_OPTIONS = frozenset({"format", "specforge", "layer_ids"})
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -64,10 +74,12 @@ def read_eagle3(raw: Any, given: Mapping[str, Any]) -> Reading:
     names = _names(raw, settings, given)
     shapes = {_plain_gate(name): shape for name, shape in names.shapes.items()}
     refuse_others(raw.config, shapes)
-    marker = None if given.get("format") else read_marker(raw)
+    refuse_options(given, "an EAGLE-3 file", _OPTIONS)
+    told: list[str] = []
+    marker = None if given.get("format") else read_marker(raw, told)
     source = provenance_of(raw.config, names.shapes | raw.shapes, given.get("format"), marker)
     file = File(settings, shapes, source, Ledger(given))
-    for words in getattr(raw, "notes", ()):
+    for words in (*getattr(raw, "notes", ()), *told, *unknown_architecture(raw.config, source)):
         file.ledger.note(words)
     settings.check_known(latent=file.latent or settings.get("kv_lora_rank") is not None)
     _sizes(file)
@@ -151,8 +163,13 @@ def _sizes(file: File) -> None:
                 "config.json has kv_lora_rank, but layer 0 has no kv_a_proj_with_mqa: latent attention is not there"
             )
         settle("num_key_value_heads", lambda: _or(settings, "num_key_value_heads", heads, "as many as query heads"))
-        settle("head_dim", lambda: _head_dim(file, hidden, heads))
-    found = {int(name.split(".")[1]) for name in file.shapes if name.startswith("layers.")}
+        width = settle("head_dim", lambda: _head_dim(file, hidden, heads))
+        if file.source.name == "SafeAILab" and width * heads != hidden:
+            file.ledger.note(
+                f"head_dim: {width}, though hidden_size / num_attention_heads is {hidden / heads:g}, which the code of "
+                "SafeAILab's reference version makes it; its later versions read head_dim"
+            )
+    found = {match[1] for name in file.shapes if (match := _LAYER.match(name))}
     settle("num_hidden_layers", lambda: _or(settings, "num_hidden_layers", len(found), "by the tensors", "tensors"))
     settle("rms_norm_eps", lambda: _eps(settings))
 
@@ -269,31 +286,38 @@ def _count(file: File, width: int) -> int:
 
 def _rope(file: File) -> None:
     settings, ledger = file.settings, file.ledger
-    rope = None
-    if not {"rope_theta", "rope_scaling"} <= set(ledger.given):
-        rope = read_rope(settings.values, latent=file.latent)
-        for words in rope.notes:
-            ledger.note(words)
-    ledger.settle(
-        "rope_theta",
-        lambda: (
-            Found(rope.theta, "read", "rope_theta")
-            if rope.theta_read
-            else Found(rope.theta, "assumed", "absent: 10000, as in every engine", note=True)
-        ),
-    )
-    ledger.settle("rope_scaling", lambda: Found(rope.scaling, "read", rope.scaling_said))
+    rope = read_rope(settings.values, latent=file.latent, given=ledger.given)
+    for words in rope.notes:
+        ledger.note(words)
+    scaling = ledger.settle("rope_scaling", lambda: Found(rope.scaling, "read", rope.scaling_said))
+    ledger.settle("rope_theta", lambda: _theta(rope, scaling is not None and file.source.name == "SafeAILab"))
     interleaved, place = settings.flag("rope_interleave")
     if file.latent:
         found = Found(True, "assumed", "latent attention turns pairs (0, 1), (2, 3), ... in every engine")
         ledger.settle("rope_interleaved", found if interleaved is None else Found(interleaved, "read", place))
     elif interleaved:
         raise DriftlabError("rope_interleave is true, but only latent attention has it in any engine")
-    partial_turn = rope.partial if rope is not None else 1.0
-    if partial_turn != 1.0:
-        width = int(ledger.rows["head_dim"].value * partial_turn)
-        ledger.settle("rotary_dim", Found(width, "read", f"partial_rotary_factor {partial_turn:g}", note=True))
+    if rope.partial != 1.0 and file.latent:
+        ledger.note(
+            f"partial_rotary_factor {rope.partial:g}: latent attention turns its qk_rope_head_dim dimensions whatever it says"
+        )
+    elif rope.partial != 1.0:
+        ledger.settle("rotary_dim", lambda: _turned(file, rope.partial))
     _rope_notes(file)
+
+
+def _theta(rope: Rope, fixed: bool) -> Found:
+    if fixed and rope.theta != DEFAULT_THETA:
+        why = f"SafeAILab's scaled rotary embeddings have this base, whatever rope_theta ({rope.theta:g} here) says"
+        return Found(DEFAULT_THETA, "read", f"{why}; give rope_theta= for another", note=True)
+    if rope.theta_read:
+        return Found(rope.theta, "read", "rope_theta")
+    return Found(rope.theta, "assumed", "absent: 10000, as in every engine", note=True)
+
+
+def _turned(file: File, share: float) -> Found:
+    width = turned_width(file.ledger.rows["head_dim"].value, share)
+    return Found(width, "read", f"partial_rotary_factor {share:g}", note=True)
 
 
 def _rope_notes(file: File) -> None:

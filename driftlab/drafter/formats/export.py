@@ -4,13 +4,13 @@
     print(exported.words())                  what was written, what it assumes, and the command to try it
 
 The folder holds driftlab_export.json (whose it is), model.safetensors and, last, config.json, without which no engine takes it
-for a drafter. What a format cannot carry is refused by name (:mod:`limits`); what was written is read back and checked against
-the loader's rules by code that shares nothing with this (:mod:`rules`).
+for a drafter (:mod:`export_folder`). What a format cannot carry, and a target that the drafter does not fit, is refused by name
+(:mod:`limits`); what was written is read back and checked against the loader's rules by code that shares nothing with this
+(:mod:`rules`).
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shlex
 from dataclasses import dataclass
@@ -18,19 +18,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlab.drafter.formats.engine_settings import UNKNOWN_TARGET_POSITIONS, max_positions, settings_of
-from driftlab.drafter.formats.limits import ENGINES, Format, TargetFacts, cannot_carry
-from driftlab.drafter.formats.marker import MARKER, marker_values
-from driftlab.drafter.formats.rules import check_folder
+from driftlab.drafter.formats.export_folder import check_free, write_folder
+from driftlab.drafter.formats.limits import ENGINES, Format, TargetFacts, cannot_carry, misfits
 from driftlab.drafter.model import Drafter
 from driftlab.errors import DriftlabError
-from driftlab.files import atomic, locked, read_json, sort_metadata, sweep, write_json
-
-WEIGHTS, CONFIG, LOCK = "model.safetensors", "config.json", "driftlab_export.lock"
-FORMAT_VERSION = 1
 
 _HUB_NAMES = {"smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "llama")}
 """driftlab's own names of targets -> hub id and model_type"""
@@ -79,24 +73,22 @@ def export_drafter(
         num_speculative_tokens: K in the command, and in the file of speculators.
 
     Raises:
-        DriftlabError: the format cannot carry the drafter (each reason by name), the folder holds something else, or what
-            was written breaks a rule of the loader (a fault of this module).
+        DriftlabError: the drafter does not fit the target, the format cannot carry it (each reason by name), the folder
+            holds something else, or what was written breaks a rule of the loader (a fault of this module).
     """
-    if format not in get_args(Format):
-        raise DriftlabError(f"format {format!r}: choose from {', '.join(get_args(Format))}")
-    if num_speculative_tokens < 1:
-        raise DriftlabError(f"num_speculative_tokens {num_speculative_tokens}: a drafter drafts at least one")
     dtype = drafter.dtype if dtype is None else dtype
-    if dtype not in _FLOATS:
-        raise DriftlabError(f"dtype {dtype}: engines read float32, bfloat16 and float16")
+    _check_arguments(format, target_name, target_model_type, dtype, num_speculative_tokens)
     path, config = Path(path), drafter.config
     facts = target_facts(drafter, target, target_name, target_model_type)
+    wrong = misfits(config, facts)
+    if wrong:
+        raise DriftlabError("drafter does not fit the target: " + "; ".join(wrong))
     refused = cannot_carry(config, format, facts)
     if refused:
         raise DriftlabError(f"{ENGINES[format]} cannot carry this drafter: " + "; ".join(refused))
     tensors, notes = _tensors(drafter, format, facts, dtype)
     settings = settings_of(config, format, facts, dtype=_name(dtype), num_speculative_tokens=num_speculative_tokens)
-    _check_free(path)  # before any work, and again under the lock
+    check_free(path)  # before any work, and again under the lock
     exported = Exported(
         path=path,
         format=format,
@@ -104,8 +96,21 @@ def export_drafter(
         command=_command(path, format, facts, dtype, num_speculative_tokens),
         bit_equal=_keeps(drafter.dtype, dtype),
     )
-    _write(exported, settings, tensors, config.aux_layers)
+    told = {"notes": list(exported.notes), "command": exported.command}
+    write_folder(path, format, settings, tensors, config.aux_layers, told)
     return exported
+
+
+def _check_arguments(form: Any, name: Any, model_type: Any, dtype: Any, tokens: Any) -> None:
+    if form not in get_args(Format):
+        raise DriftlabError(f"format {form!r}: choose from {', '.join(get_args(Format))}")
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise DriftlabError(f"num_speculative_tokens {tokens!r}: a drafter drafts one token or more, a whole number")
+    if dtype not in _FLOATS:
+        raise DriftlabError(f"dtype {dtype}: engines read float32, bfloat16 and float16")
+    for option, value in (("target_name", name), ("target_model_type", model_type)):
+        if value is not None and not isinstance(value, str):
+            raise DriftlabError(f"{option} {value!r}: give a string")
 
 
 def target_facts(drafter: Drafter, target: Any, name: str | None, model_type: str | None) -> TargetFacts:
@@ -146,10 +151,30 @@ def _tensors(
     if form == "safeailab":
         tensors = {_midlayer(name): tensor for name, tensor in tensors.items()}
     cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    for name, tensor in cast.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise DriftlabError(f"{name} holds values that are not finite in {_name(dtype)}: choose another dtype=")
+    notes += _check_values(tensors, cast, dtype)
     return {name: tensor.clone().contiguous() for name, tensor in cast.items()}, notes
+
+
+def _check_values(before: dict[str, Tensor], after: dict[str, Tensor], dtype: torch.dtype) -> list[str]:
+    """Refuse what the dtype cannot hold, by name; say how many small values became zero."""
+    lost, small = {}, f"values too small for {_name(dtype)}"
+    for name, tensor in after.items():
+        if not tensor.is_floating_point():
+            continue
+        if not bool(tensor.isfinite().all()):
+            raise DriftlabError(f"{name} holds values that are not finite in {_name(dtype)}: choose another dtype=")
+        held, kept = int(before[name].count_nonzero()), int(tensor.count_nonzero())
+        if 2 * kept < held:
+            raise DriftlabError(
+                f"{name}: {held - kept} of {held} values that are not zero are {small} and would become zero: choose "
+                "another dtype="
+            )
+        if kept < held:
+            lost[name] = held - kept
+    if not lost:
+        return []
+    most = max(lost, key=lambda name: lost[name])
+    return [f"dtype: {sum(lost.values())} {small} became zero, most of them in {most} ({lost[most]})"]
 
 
 def _midlayer(name: str) -> str:
@@ -195,6 +220,9 @@ def _notes(drafter: Drafter, form: Format, facts: TargetFacts, dtype: torch.dtyp
         )
     if not config.own_embed:
         notes.append("embedding: none in the file, the target's is used")
+        held, lent = drafter.embed_tokens.weight.detach().cpu(), facts.embed
+        if lent is not None and not torch.equal(lent.detach().cpu().to(held.dtype), held):
+            notes.append("embedding: that of this target differs from the one that the drafter has used until now")
     if config.rope_scaling is None or config.rope_scaling.kind != "dynamic":
         length = max_positions(config, facts)
         known = "" if facts.max_positions else f" (the target's is not known: {UNKNOWN_TARGET_POSITIONS} or more)"
@@ -210,9 +238,11 @@ def _notes(drafter: Drafter, form: Format, facts: TargetFacts, dtype: torch.dtyp
 
 def _about_target(drafter: Drafter, target: Any, name: str | None) -> list[str]:
     """Say where the target that will be served is not, or may not be, the one that the drafter learned from."""
-    spec, notes = getattr(target, "spec", None), []
-    if drafter.trained_for is not None and (spec is None or spec.fingerprint != drafter.trained_for["fingerprint"]):
-        notes.append(f"trained for {drafter.trained_for['label']}: with other weights it accepts less")
+    spec, trained, notes = getattr(target, "spec", None), drafter.trained_for, []
+    if target is None:
+        notes.append("target: not given, so that its states, vocabulary and width were not compared with the drafter's")
+    if trained is not None and (spec is None or spec.fingerprint != trained["fingerprint"]):
+        notes.append(f"trained for {trained['label']}: with other weights it accepts less")
     if spec is not None and name is None and spec.name in _HUB_NAMES:
         notes.append(f"target: {_HUB_NAMES[spec.name][0]}, whose weights are not those of {spec.label}")
     return notes
@@ -245,47 +275,3 @@ def _command(path: Path, form: Format, facts: TargetFacts, dtype: torch.dtype, t
         f"EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={folder!r}, use_eagle3=True, "
         f"torch_dtype=torch.{_name(dtype)})"
     )
-
-
-def _check_free(path: Path) -> None:
-    """Refuse a folder that holds anything but an earlier export."""
-    if path.is_file():
-        raise DriftlabError(f"{path} is a file: name a folder")
-    if not path.is_dir():
-        return
-    names = {
-        e.name for e in path.iterdir() if e.name != LOCK and not (e.name.startswith(".") and e.name.endswith(".tmp"))
-    }
-    strange = sorted(names - {MARKER, WEIGHTS, CONFIG})
-    if names and (MARKER not in names or strange):
-        raise DriftlabError(
-            f"{path} holds {', '.join(strange or sorted(names))}, which no export wrote: choose another folder"
-        )
-    if MARKER in names:
-        version = read_json(path / MARKER).get("format_version")
-        if version != FORMAT_VERSION:
-            raise DriftlabError(
-                f"{path} was exported by another version of driftlab ({version}): choose another folder"
-            )
-
-
-def _write(exported: Exported, settings: dict[str, Any], tensors: dict[str, Tensor], states: tuple[int, ...]) -> None:
-    """Write tensors, then settings. While the two do not belong together there is no config.json."""
-    path = exported.path
-    version = {"format_version": FORMAT_VERSION, "driftlab_version": importlib.metadata.version("driftlab")}
-    with locked(path / LOCK.removesuffix(".lock")):
-        _check_free(path)
-        sweep(path)
-        if not (path / MARKER).exists():
-            write_json(path / MARKER, version)
-        with atomic(path / WEIGHTS) as temporary:
-            save_file(tensors, temporary, metadata={"format": "pt"})
-            sort_metadata(temporary)
-            (path / CONFIG).unlink(missing_ok=True)
-        told = {"notes": list(exported.notes), "command": exported.command}
-        write_json(path / MARKER, {**version, **marker_values(exported.format, states, settings), **told})
-        write_json(path / CONFIG, settings)
-        findings = check_folder(path, exported.format)
-        if findings:
-            (path / CONFIG).unlink()
-            raise DriftlabError(f"{path}: not finished, for it breaks rules of the loader: " + "; ".join(findings))

@@ -250,7 +250,7 @@ def read_object(folder: Folder, name: str) -> dict[str, Any] | None:
     refuse_pointer(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise DriftlabError(f"{path} is not valid JSON ({error}): correct it, or copy it again") from error
     if not isinstance(value, dict):
         raise DriftlabError(f"{path} holds a {type(value).__name__}, not an object with settings")
@@ -311,6 +311,10 @@ def _open_weights(folder: Folder, name: str, label: str, config: dict[str, Any],
 
 def _no_weights(folder: Folder) -> str:
     names = folder.listing()
+    broken = [name for name in WEIGHTS if (folder.path / name).is_symlink() and not (folder.path / name).exists()]
+    if broken:
+        link = folder.path / broken[0]
+        return f"{link} is a link to {link.readlink()}, which does not exist: copy or download that too"
     if "adapter_config.json" in names:
         return (
             f"{folder.label} is an adapter (LoRA), not a drafter: merge it into the drafter that it was trained on, "

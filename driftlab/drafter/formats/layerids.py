@@ -189,13 +189,18 @@ class LayerIds:
         )
 
 
+def is_default(states: tuple[int, ...]) -> bool:
+    """Whether these boundaries are 2, N // 2, N - 3 of a target with some number of layers N."""
+    return len(states) == 3 and states[0] == 2 and states[1] == (states[2] + 3) // 2
+
+
 def _default_of(ids: tuple[int, ...], num_layers: int | None) -> tuple[Counting, int] | None:
     """Return the counting by which the ids are the default ones, and the depth of a target for which they are."""
     if len(ids) != 3:
         return None
     for counting, shift in (("boundary", 0), ("output", 1)):
-        low, middle, high = (i + shift for i in ids)
-        depth = high + 3
-        if (low, middle) == (2, depth // 2) and num_layers in (None, depth):
+        states = tuple(i + shift for i in ids)
+        depth = states[-1] + 3
+        if is_default(states) and num_layers in (None, depth):
             return counting, depth  # type: ignore[return-value]
     return None

@@ -40,6 +40,29 @@ def cannot_carry(config: DrafterConfig, form: Format, facts: TargetFacts) -> lis
     ]
 
 
+def misfits(config: DrafterConfig, facts: TargetFacts) -> list[str]:
+    """Return a sentence for each thing of the target that is not as the drafter takes it; empty if it is not known."""
+    words = []
+    if facts.embed is not None:
+        vocab, width = facts.embed.shape
+        if width != config.target_hidden_size:
+            words.append(
+                f"it takes states {config.target_hidden_size} wide (fc.weight [{config.hidden_size}, "
+                f"{config.states_read * config.target_hidden_size}]), the target's are {width}"
+            )
+        if vocab != config.vocab_size:
+            words.append(
+                f"its vocabulary has {config.vocab_size} tokens, the target's embedding embed_tokens.weight is "
+                f"[{vocab}, {width}]"
+            )
+    if facts.num_layers and config.aux_layers and config.aux_layers[-1] > facts.num_layers:
+        words.append(
+            f"aux_layers {list(config.aux_layers)} name state {config.aux_layers[-1]}, but the target has "
+            f"{facts.num_layers} layers: it is the drafter of another target"
+        )
+    return words
+
+
 def sglang_ids(layers: tuple[int, ...], facts: TargetFacts) -> tuple[int, ...]:
     """Return the ids by which SGLang captures the states ``layers`` (k: after k layers).
 
@@ -50,6 +73,15 @@ def sglang_ids(layers: tuple[int, ...], facts: TargetFacts) -> tuple[int, ...]:
         DriftlabError: no list is read as these states.
     """
     outputs, kind = tuple(k - 1 for k in layers), facts.model_type
+    if layers[0] == 0:
+        raise DriftlabError(
+            f"aux_layers {list(layers)}: SGLang counts outputs of layers and has no id for state 0, the embedding; use vllm"
+        )
+    if kind != "gpt_oss" and facts.num_layers and layers[-1] == facts.num_layers:
+        raise DriftlabError(
+            f"aux_layers {list(layers)}: SGLang captures a state as it enters a layer, and none reads that after the "
+            f"last of {facts.num_layers} (gpt-oss apart); use vllm"
+        )
     if kind in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"):
         if layers[0] == 1:
             raise DriftlabError(
@@ -61,15 +93,6 @@ def sglang_ids(layers: tuple[int, ...], facts: TargetFacts) -> tuple[int, ...]:
         if not facts.num_layers:
             raise DriftlabError("aux_layers: SGLang reads ids for gpt-oss by the number of its layers: pass target=")
         return layers if layers[-1] == facts.num_layers else outputs
-    if layers[0] == 0:
-        raise DriftlabError(
-            f"aux_layers {list(layers)}: SGLang counts outputs of layers and has no id for state 0, the embedding; use vllm"
-        )
-    if facts.num_layers and layers[-1] == facts.num_layers:
-        raise DriftlabError(
-            f"aux_layers {list(layers)}: SGLang captures a state as it enters a layer, and none reads that after the "
-            f"last of {facts.num_layers} (gpt-oss apart); use vllm"
-        )
     return outputs
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from driftlab.drafter.formats.conventions import refuse_options
 from driftlab.drafter.formats.mtpnames import Modules, Part, find_modules, head_parts, read_parts
-from driftlab.drafter.formats.mtpsettings import Family, Settings, whole
+from driftlab.drafter.formats.mtpsettings import Family, Settings, count_of, whole
 from driftlab.drafter.formats.reading import Ledger, Reading
 from driftlab.errors import DriftlabError
 
@@ -75,9 +76,7 @@ def read_mtp(raw: Any, given: Mapping[str, Any] | None = None) -> Reading:
         raise DriftlabError(
             "no MTP head: neither layers.{N}.eh_proj, mtp.fc nor mtp_layers.0.input_proj is among the tensors"
         )
-    wrong = sorted({"format", "specforge", "layer_ids"} & set(given))
-    if wrong:
-        raise DriftlabError(f"it is an MTP head, to which {', '.join(wrong)} does not apply: leave it out")
+    refuse_options(given, "an MTP head", OPTIONS)
     values, kind, family = _family(raw.config, modules)
     ledger = Ledger({name: value for name, value in given.items() if name not in OPTIONS})
     module = _module(modules, given.get("module", 0), values, ledger)
@@ -131,7 +130,7 @@ def _module(modules: Modules, module: Any, values: Mapping[str, Any], ledger: Le
     count = len(modules.numbers)
     if isinstance(module, bool) or not isinstance(module, int) or not 0 <= module < count:
         raise DriftlabError(f"module={module!r}: there are {count} MTP modules, 0..{count - 1}")
-    said = next((values[key] for key in _COUNTS if values.get(key) is not None), None)
+    said = next((count_of(values, key) for key in _COUNTS if values.get(key) is not None), None)
     if said is not None and said != count:
         ledger.note(f"modules: the settings say {said} MTP modules, the tensors hold {count}")
     if count > 1:
@@ -155,7 +154,10 @@ def _check_fixed(values: Mapping[str, Any]) -> None:
     for key, allowed in _FIXED.items():
         if values.get(key, allowed[0]) not in allowed:
             raise DriftlabError(f"config.json: {key} is {values[key]!r}; supported is {allowed[0]!r} only")
-    if any("sliding" in str(layer) for layer in values.get("layer_types") or ()):
+    types = values.get("layer_types") or []
+    if not isinstance(types, list):
+        raise DriftlabError(f"config.json: layer_types is {types!r}, not a list")
+    if any("sliding" in str(layer) for layer in types):
         raise DriftlabError(
             "config.json: layer_types has sliding windows; MTP heads are supported with full attention only"
         )

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from driftlab.drafter.formats.names import check_size
 from driftlab.errors import DriftlabError
 
 Layout = Literal["nextn", "mtp", "speculators"]
@@ -40,6 +41,7 @@ _RENAMED: dict[Layout, dict[str, str]] = {
         "final_layernorm": "norm",
     },
 }
+_OF_A_HEAD = re.compile(r"(?:^|\.)(?:enorm|hnorm|eh_proj|shared_head|pre_fc_norm_\w+|mtp_layers)\.")
 _TABLE = re.compile(r"^(?:model\.|language_model\.)*(?P<table>embed_tokens|lm_head)\.weight$")
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 _EXPERTS = re.compile(r"^(?P<owner>.*\.mlp\.experts\.)(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$")
@@ -120,6 +122,16 @@ def find_modules(names: Iterable[str]) -> Modules | None:
     return Modules(layout, base, modules.numbers, alone)
 
 
+def refuse_part(names: Iterable[str]) -> None:
+    """Raise DriftlabError if these raw names are some tensors of an MTP head, without the projection that makes it one."""
+    part = next((name for name in names if _OF_A_HEAD.search(name)), None)
+    if part is not None:
+        raise DriftlabError(
+            f"{part} is a tensor of an MTP head, but its projection (eh_proj, mtp.fc or input_proj) is not among the tensors: "
+            "the file is not whole"
+        )
+
+
 def _numbers(names: list[str], prefix: str) -> set[int]:
     rests = (name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix))
     return {int(rest) for rest in rests if rest.isdigit()}
@@ -146,6 +158,7 @@ def head_parts(
         name = modules.name(raw, module)
         if name is None:
             continue
+        check_size(raw, shape)
         for canonical, part in _taken_apart(name, raw, shape, hidden, heads if gated else 0):
             if canonical in parts:
                 raise DriftlabError(

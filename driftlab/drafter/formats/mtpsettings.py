@@ -13,7 +13,7 @@ from typing import Any
 from driftlab.drafter.config import ExpertsConfig, LatentConfig
 from driftlab.drafter.formats.mtpnames import Layout, Part
 from driftlab.drafter.formats.reading import Found, Ledger
-from driftlab.drafter.formats.rope import read_rope
+from driftlab.drafter.formats.rope import read_rope, turned_width
 from driftlab.errors import DriftlabError
 
 
@@ -42,6 +42,22 @@ def whole(values: Mapping[str, Any], key: str) -> int:
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise DriftlabError(f"config.json: {key} is {value!r}, not a whole number above 0")
+    return value
+
+
+def count_of(values: Mapping[str, Any], key: str) -> int:
+    """Return a setting that is a whole number, 0 if absent. Raises DriftlabError if it is not."""
+    value = values.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise DriftlabError(f"config.json: {key} is {value!r}, not a whole number")
+    return value or 0
+
+
+def flag_of(values: Mapping[str, Any], key: str) -> bool | None:
+    """Return a setting that is true or false, None if absent. Raises DriftlabError if it is not."""
+    value = values.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise DriftlabError(f"config.json: {key} is {value!r}, not true or false")
     return value
 
 
@@ -89,8 +105,8 @@ class Settings:
 
     def _flag(self, key: str, tensor: str) -> Found:
         """A switch that its tensor shows; settings that say otherwise are an error."""
-        has, said = self._has(tensor), self.values.get(key)
-        if said is not None and bool(said) != has:
+        has, said = self._has(tensor), flag_of(self.values, key)
+        if said is not None and said != has:
             raise DriftlabError(
                 f"config.json says {key}={said!r}, but {tensor} is {'among the tensors' if has else 'missing'}: "
                 "correct the one that is wrong"
@@ -125,7 +141,7 @@ class Settings:
             self._no_bias()
 
     def _no_bias(self) -> None:
-        if self.values.get("attention_bias"):
+        if flag_of(self.values, "attention_bias"):
             raise DriftlabError(
                 "config.json says attention_bias; attention of this kind is supported without biases only"
             )
@@ -138,23 +154,24 @@ class Settings:
 
     def _latent(self) -> LatentConfig:
         keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        rank = self.values.get("q_lora_rank")
+        rank = count_of(self.values, "q_lora_rank")
         if bool(rank) != self._has("layers.0.self_attn.q_a_proj.weight"):
             raise DriftlabError(
-                f"config.json says q_lora_rank={rank!r}, which does not go with q_a_proj among the tensors or not"
+                f"config.json says q_lora_rank={self.values.get('q_lora_rank')!r}, which does not go with q_a_proj among "
+                "the tensors or not"
             )
-        return LatentConfig(q_lora_rank=rank or 0, **{key: whole(self.values, key) for key in keys})
+        return LatentConfig(q_lora_rank=rank, **{key: whole(self.values, key) for key in keys})
 
     def _rope(self) -> None:
         enter, latent = self.ledger.settle, self.ledger.rows.get("latent")
-        rope = read_rope(self.values, latent=latent is not None)
+        rope = read_rope(self.values, latent=latent is not None, given=self.ledger.given)
         for words in rope.notes:
             self.ledger.note(words)
         why = "rope_theta" if rope.theta_read else "absent: 10000, as in every engine"
         enter("rope_theta", Found(rope.theta, "read" if rope.theta_read else "assumed", why, note=not rope.theta_read))
         enter("rope_scaling", Found(rope.scaling, "read", rope.scaling_said))
         if latent is not None:
-            said = self.values.get("rope_interleave")
+            said = flag_of(self.values, "rope_interleave")
             why = (
                 "rope_interleave"
                 if said is not None
@@ -166,15 +183,12 @@ class Settings:
         said = any(block.get("partial_rotary_factor") is not None for block in blocks)
         share = rope.partial if said else self.family.partial
         why = f"partial_rotary_factor {share:g}" + ("" if said else ", which the model type has where it is absent")
-        turned = int(self.ledger.rows["head_dim"].value * share)
-        enter(
-            "rotary_dim",
-            Found(0 if share == 1 else turned, "read" if said else "assumed", why, note=not said and share != 1),
-        )
+        head_dim, source = self.ledger.rows["head_dim"].value, "read" if said else "assumed"
+        enter("rotary_dim", lambda: Found(turned_width(head_dim, share), source, why, note=not said and share != 1))
 
     def _eps(self) -> Found:
         eps = self.values.get("rms_norm_eps")
-        if not isinstance(eps, float) or eps <= 0:
+        if not isinstance(eps, float) or not 0 < eps < 1:
             raise DriftlabError(f"config.json: rms_norm_eps is {eps!r}, not a number above 0")
         if "latent" in self.ledger.rows and eps != 1e-6:
             self.ledger.note(
@@ -200,13 +214,15 @@ class Settings:
 
     def _experts(self) -> ExpertsConfig:
         values, count = self.values, self._shape("layers.0.mlp.gate.weight")[0]
-        said = next((values[key] for key in ("n_routed_experts", "num_experts") if values.get(key) is not None), count)
+        said = next(
+            (whole(values, key) for key in ("n_routed_experts", "num_experts") if values.get(key) is not None), count
+        )
         if said != count:
             raise DriftlabError(
                 f"config.json says {said} experts, mlp.gate.weight has {count} rows: correct the one that is wrong"
             )
         shared = "layers.0.mlp.shared_experts.gate_proj.weight"
-        normalise = values.get("norm_topk_prob")
+        normalise = flag_of(values, "norm_topk_prob")
         if normalise is None:
             self.ledger.note(
                 "experts: norm_topk_prob absent, weights are divided by their sum, as all models of the type do"
@@ -216,7 +232,10 @@ class Settings:
             factor = values.get("routed_scaling_factor")
             if isinstance(factor, bool) or not isinstance(factor, (int, float)):
                 raise DriftlabError(f"config.json: routed_scaling_factor is {factor!r}, not a number")
-            groups = {"groups": values.get("n_group") or 1, "groups_per_token": values.get("topk_group") or 1}
+            groups = {
+                "groups": count_of(values, "n_group") or 1,
+                "groups_per_token": count_of(values, "topk_group") or 1,
+            }
             scaling = {"scale": float(factor), **groups}
         return ExpertsConfig(
             count=count,
@@ -230,7 +249,7 @@ class Settings:
         )
 
     def _tables(self) -> None:
-        if self.values.get("mtp_use_dedicated_embeddings"):
+        if flag_of(self.values, "mtp_use_dedicated_embeddings"):
             self._shape("embed_tokens.weight")
         for setting, table, own, lent in (
             ("own_embed", "embed_tokens", True, False),

@@ -115,6 +115,7 @@ def canonical_names(shapes: Mapping[str, tuple[int, ...]], *, heads: Heads | Non
         if reason is not None:
             dropped[raw] = reason
             continue
+        check_size(raw, shapes[raw])
         for name, source, shape in _parts(raw, shapes, heads):
             if name not in sources:
                 sources[name], named[name] = source, shape
@@ -126,6 +127,12 @@ def canonical_names(shapes: Mapping[str, tuple[int, ...]], *, heads: Heads | Non
                 )
             sources[name], twins[name] = pair[0], pair
     return Names(sources, named, dropped, twins)
+
+
+def check_size(raw: str, shape: tuple[int, ...]) -> None:
+    """Raise DriftlabError if a tensor holds a single number or nothing: no part of a drafter does."""
+    if not shape or 0 in shape:
+        raise DriftlabError(f"{raw} is {list(shape)}: {'it holds nothing' if shape else 'it is a single number'}")
 
 
 def canonical_tensors(raw: Any, *, heads: Heads | None = None) -> dict[str, Tensor]:

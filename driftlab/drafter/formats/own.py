@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from driftlab.drafter.config import DrafterConfig
+from driftlab.drafter.formats.conventions import refuse_options
+from driftlab.drafter.formats.layerids import is_default
 from driftlab.drafter.formats.names import canonical_names
 from driftlab.drafter.formats.reading import Found, Ledger, Reading
 from driftlab.drafter.formats.vocabulary import read_draft_vocab, with_maps
@@ -50,9 +52,10 @@ def written_config(config: DrafterConfig, trained_for: dict[str, str] | None) ->
 
 
 def _is_plain(config: DrafterConfig) -> bool:
-    """Whether an engine that reads the top level alone computes what this drafter does, the layer ids aside."""
+    """Whether an engine that reads the top level alone computes what this drafter does, the default states among it."""
     beside = PLAIN | {"aux_layers", "lm_head", "own_embed", "ttt", "trained_length"}
-    return bool(config.aux_layers) and all(
+    # without layer ids in the file an engine takes the default states of whatever target it serves
+    return is_default(config.aux_layers) and all(
         getattr(config, f.name) == f.default for f in dataclasses.fields(config) if f.name not in beside
     )
 
@@ -64,6 +67,9 @@ def read_own(raw: Any, given: Mapping[str, Any]) -> Reading:
         DriftlabError: another format version, an unknown key, settings outside the block that contradict it.
     """
     block = raw.config["driftlab"]
+    if not isinstance(block, dict):
+        raise DriftlabError(f"config.json: driftlab is {block!r}, not a table of settings")
+    refuse_options(given, "a file of driftlab")
     config = _config(raw.config, block)
     ledger = Ledger(given)
     for words in raw.notes:
@@ -89,7 +95,7 @@ def read_own(raw: Any, given: Mapping[str, Any]) -> Reading:
         notes=tuple(ledger.notes),
         draft_vocab=ids,
         given=dict(given),
-        trained_for=block.get("target"),
+        trained_for=_target(block),
     )
 
 
@@ -98,13 +104,28 @@ def raw_tensor(raw: Any, names: Any) -> Any:
     return lambda name: raw.tensor(names.sources[name])
 
 
+def _target(block: dict[str, Any]) -> dict[str, str] | None:
+    target = block.get("target")
+    if target is None:
+        return None
+    if not isinstance(target, dict) or not all(isinstance(target.get(key), str) for key in ("label", "fingerprint")):
+        raise DriftlabError(f"config.json: driftlab.target is {target!r}, not label and fingerprint of a target")
+    return target
+
+
 def _config(values: dict[str, Any], block: dict[str, Any]) -> DrafterConfig:
     if block.get("format_version") != FORMAT_VERSION:
         raise DriftlabError(
             f"config.json has drafter format version {block.get('format_version')}; this driftlab reads "
             f"{FORMAT_VERSION}: update driftlab, or save the drafter again"
         )
-    config = DrafterConfig.from_dict(block.get("config", {}))
+    told = block.get("config", {})
+    if not isinstance(told, dict):
+        raise DriftlabError(f"config.json: driftlab.config is {told!r}, not a table of settings")
+    try:
+        config = DrafterConfig.from_dict(told)
+    except DriftlabError as error:
+        raise DriftlabError(f"config.json, driftlab block: {error}") from error
     for key, value in config.to_dict().items():
         if key in PLAIN and values.get(key, value) != value:
             raise DriftlabError(

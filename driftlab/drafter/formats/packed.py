@@ -22,6 +22,8 @@ from driftlab.errors import DriftlabError
 SCALE = "_scale_inv"
 """what is appended to the name of an fp8 weight for the name of its scales"""
 _PLAIN = {"F64", "F32", "F16", "BF16", "BOOL", "I64", "I32", "I16"}
+_WHOLE = {"I8", "U8", "U16", "U32", "U64"}
+"""small and unsigned numbers, in which a map may be stored and no weight"""
 _PACKED_NAME = re.compile(
     r"(?:^|[._])(?:weight_packed|weight_scale|weight_scale_2|weight_zero_point|weight_shape|weight_g_idx|input_scale|qweight|"
     r"qzeros|scales|g_idx|SCB|absmax|quant_map|nested_absmax|nested_quant_map|blocks)$|\.quant_state\."
@@ -37,7 +39,8 @@ def said_quantised(config: Mapping[str, Any], beside: Mapping[str, Any] | None) 
     if block:
         method = block.get("quant_algo") or block.get("quant_method") or block.get("format") or "no method named"
         return f"quantization_config in config.json: {method}"
-    method = ((beside or {}).get("quantization") or {}).get("quant_algo")
+    told = (beside or {}).get("quantization")
+    method = told.get("quant_algo") if isinstance(told, dict) else told
     return f"hf_quant_config.json: {method}" if method else ""
 
 
@@ -45,8 +48,11 @@ def quantisation_block(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``quantization_config`` of a config or of the layer's config inside it; empty if there is none."""
     inner = (config.get(name) for name in ("transformer_layer_config", "text_config"))
     places = (config, *(place for place in inner if isinstance(place, dict)))
-    blocks = (place.get(name) for place in places for name in ("quantization_config", "compression_config"))
-    return next((block for block in blocks if isinstance(block, dict) and block), {})
+    blocks = [(name, place.get(name)) for place in places for name in ("quantization_config", "compression_config")]
+    for name, block in blocks:
+        if block and not isinstance(block, dict):
+            raise DriftlabError(f"config.json: {name} is {block!r}, not a table of settings")
+    return next((block for _, block in blocks if block), {})
 
 
 def unpacked(
@@ -67,7 +73,9 @@ def unpacked(
     scaled = [name for name, info in infos.items() if info.dtype == "F8_E4M3" and name + SCALE in infos]
     scales = {name + SCALE for name in scaled}
     for name, info in infos.items():
-        packed = info.dtype not in _PLAIN and not name.endswith("t2d")
+        if info.dtype.removeprefix("torch.").lower().startswith("c"):
+            raise DriftlabError(f"{label}: {name} is complex ({info.dtype}): a weight is a real number")
+        packed = info.dtype not in _PLAIN and not (name.endswith(("t2d", "d2t")) and info.dtype in _WHOLE)
         if name not in scaled and name not in scales and (packed or _PACKED_NAME.search(name) or name.endswith(SCALE)):
             raise DriftlabError(
                 f"{label} is quantised ({said or 'by its tensors'}): {name} is {info.dtype}; {_UNWANTED}"

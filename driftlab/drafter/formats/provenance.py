@@ -82,7 +82,7 @@ def provenance_of(
         return Provenance(marker.project, told, FORMATS[marker.project], states=marker.states)
     if config.get("speculators_model_type"):
         return Provenance("speculators", "config.json has speculators_model_type", "boundary")
-    architecture = _architecture(config)
+    architecture = architecture_of(config)
     nested = config.get("eagle_config") or {}
     for name, told in (
         ("TorchSpec", "config.json has _torchspec_version" * ("_torchspec_version" in config)),
@@ -102,7 +102,18 @@ def provenance_of(
     return Provenance("plain EAGLE-3", f"nothing names a project (architecture {architecture or 'not said'})")
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
+def unknown_architecture(config: Mapping[str, Any], source: Provenance) -> list[str]:
+    """Return a note on an architecture that no known project writes, where nothing else names one."""
+    name = architecture_of(config)
+    if source.name != "plain EAGLE-3" or name in ("", "LlamaForCausalLMEagle3", "LlamaForCausalLM"):
+        return []
+    return [
+        f"architecture {name} is not known: the tensors are those of an EAGLE-3 drafter, and it is read as a plain one"
+    ]
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return the first of ``architectures``, empty if none is said."""
     names = config.get("architectures") or [""]
     return str(names[0] if isinstance(names, list) and names else names)
 
@@ -122,8 +133,10 @@ def _modelopt(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str:
     marks = [key for key in ("next_layer_regular", "parallel_draft_step") if key in nested]
     if marks:
         return f"eagle_config has {', '.join(marks)}"
-    producer = (config.get("quantization_config") or {}).get("producer") or {}
-    return "quantization_config names modelopt" if producer.get("name") == "modelopt" else ""
+    block = config.get("quantization_config")
+    producer = block.get("producer") if isinstance(block, dict) else None
+    named = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    return "quantization_config names modelopt" if named else ""
 
 
 def _sglang(config: Mapping[str, Any], raw_names: Mapping[str, Any]) -> str:
@@ -171,7 +184,7 @@ def refuse_others(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         raise DriftlabError(
             f"speculators_model_type {kind!r}: it is {_OTHERS.get(str(kind), 'another kind of drafter')}; {_NEXT}"
         )
-    said = " ".join([_architecture(config), str(config.get("model_type", ""))]).lower()
+    said = " ".join([architecture_of(config), str(config.get("model_type", ""))]).lower()
     heads = [name for name in shapes if name.startswith(("medusa_head", "heads.")) or ".linear.weight" in name]
     if "medusa" in said or "hydra" in said or "medusa_num_heads" in config or "medusa_head" in " ".join(heads):
         raise DriftlabError(f"it holds Medusa or Hydra heads, which read one state each and are no chain; {_NEXT}")

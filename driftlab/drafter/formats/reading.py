@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlab.drafter.config import DrafterConfig, ExpertsConfig, LatentConfig
+from driftlab.drafter.config import DrafterConfig
+from driftlab.drafter.fields import Size, field_value, fitted
 from driftlab.drafter.formats.assign import assign, check_shapes
 from driftlab.drafter.formats.conventions import Convention, Found, Ledger, naming, shown
 from driftlab.drafter.formats.layerids import LayerIds
+from driftlab.drafter.formats.remembered import Remembered, not_here
 from driftlab.drafter.model import Drafter
-from driftlab.drafter.rotary import RopeScaling
 from driftlab.drafter.shipped import SHIPPED, shipped_path
 from driftlab.errors import DriftlabError
 
@@ -37,15 +38,12 @@ READING_OPTIONS = frozenset({"format", "specforge", "layer_ids", "module"})
 """what a user may give beside the fields of DrafterConfig: how the file is to be read"""
 _UNSAID = READING_OPTIONS | {"aux_layers"}  # None means that nothing is given
 
-_NESTED = {"rope_scaling": RopeScaling, "latent": LatentConfig, "experts": ExpertsConfig}
-_CHANGES_TENSORS = {
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "draft_vocab_size",
-    "lm_head",
+_SAME_TENSORS = {
+    *("aux_layers", "layer_ids", "specforge", "norm_output", "norm_before_residual", "norm_before_fc", "fc_norm"),
+    *("head_norm", "twice_normed", "rope_theta", "rope_scaling", "rope_interleaved", "rotary_dim", "rms_norm_eps"),
+    *("windows", "logit_scale", "zero_first_embedding", "ttt", "trained_length"),
 }
+"""what may be given otherwise without a change of what is read of the file"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +126,10 @@ class Reading:
 
     def with_given(self, **overrides: Any) -> Reading:
         """Return the same file read with some conventions given by the user (fields of DrafterConfig, "specforge", ...)."""
+        if isinstance(self.raw, Remembered):
+            not_here()
         changed = read_raw(self.raw, self.name, num_layers=self.num_layers, **{**self.given, **overrides})
-        if "tensors" in self.__dict__ and not set(overrides) & _CHANGES_TENSORS:
+        if "tensors" in self.__dict__ and set(overrides) <= _SAME_TENSORS:
             changed.__dict__["tensors"] = self.tensors
         return changed
 
@@ -150,8 +150,7 @@ class Reading:
         drafter = Drafter(config, target, draft_vocab=self.draft_vocab)
         with naming(self.name):
             assign(drafter, self.tensors)
-        if self.trained_for is not None:
-            drafter.trained_for = self.trained_for
+        drafter.trained_for = self.trained_for  # not this target, unless the file names it: nobody else knows
         drafter.notes = notes
         drafter.reading = dataclasses.replace(self)  # without the tensors that this one holds
         return drafter
@@ -172,7 +171,11 @@ class Reading:
         return self  # it never changes
 
     def __reduce__(self) -> Any:
-        return _again, (str(self.path), self.name, self.num_layers, dict(self.given))  # functions are not pickled
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        lends = None if self.load_embedding is None else not_here
+        return _restored, (
+            {**values, "raw": Remembered.of(self.raw), "load_tensors": not_here, "load_embedding": lends},
+        )
 
     def _depth(self, target: Any) -> int | None:
         spec = getattr(target, "spec", None)
@@ -203,7 +206,7 @@ class Reading:
         if self.load_embedding is None:
             return []
         head, when = getattr(target, "head", None), "if it differs from the target's"
-        if head is not None:
+        if head is not None and not isinstance(self.raw, Remembered):
             own, lent = self.load_embedding().float().cpu(), head.embed.detach().float().cpu()
             if own.shape == lent.shape and torch.equal(own, lent):
                 return []
@@ -240,7 +243,7 @@ class Reading:
         return said
 
 
-def read_checkpoint(path: str | Path, *, num_layers: int | None = None, **given: Any) -> Reading:
+def read_checkpoint(path: str | Path, *, num_layers: Any = None, **given: Any) -> Reading:
     """Read a checkpoint of any known format.
 
     Args:
@@ -252,7 +255,8 @@ def read_checkpoint(path: str | Path, *, num_layers: int | None = None, **given:
             ``revision`` of a Hugging Face id.
 
     Raises:
-        DriftlabError: not a drafter, a contradiction, a setting without its tensor, a setting that is not known.
+        DriftlabError: not a drafter, a contradiction, a setting without its tensor, a setting that is not known, a value that
+            none of its kind can have.
     """
     from driftlab.drafter.formats.files import open_checkpoint
 
@@ -266,9 +270,9 @@ def read_checkpoint(path: str | Path, *, num_layers: int | None = None, **given:
     return read_raw(raw, name, num_layers=num_layers, **given)
 
 
-def read_raw(raw: Any, name: str | None = None, *, num_layers: int | None = None, **given: Any) -> Reading:
+def read_raw(raw: Any, name: str | None = None, *, num_layers: Any = None, **given: Any) -> Reading:
     """Read an opened checkpoint; see :func:`read_checkpoint`."""
-    from driftlab.drafter.formats import eagle3, mtp, own
+    from driftlab.drafter.formats import eagle3, mtp, mtpnames, own
 
     name = raw.label if name is None else name
     unknown = sorted(set(given) - SETTINGS - READING_OPTIONS)
@@ -277,12 +281,14 @@ def read_raw(raw: Any, name: str | None = None, *, num_layers: int | None = None
             f"given {unknown}: no such convention; fields of DrafterConfig may be given, and {sorted(READING_OPTIONS)}"
         )
     given = _normal(given)
+    num_layers = fitted("num_layers", num_layers, Size | None)
     with naming(name):
         if "driftlab" in raw.config:
             reading = own.read_own(raw, given)
         elif mtp.looks_like_mtp(raw.names):
             reading = mtp.read_mtp(raw, given)
         else:
+            mtpnames.refuse_part(raw.names)
             reading = eagle3.read_eagle3(raw, given)
     there = {row.name for row in reading.settled}
     rest = [Convention(k, v, "given", "given by the user") for k, v in given.items() if k in SETTINGS - there]
@@ -292,15 +298,17 @@ def read_raw(raw: Any, name: str | None = None, *, num_layers: int | None = None
 def _normal(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was given in the types of DrafterConfig, without what was not said."""
     values = {key: value for key, value in given.items() if value is not None or key not in _UNSAID}
-    for key, value in values.items():
-        if isinstance(value, (list, tuple)):
-            values[key] = tuple(value)
-        elif key in ("rope_theta", "rms_norm_eps", "logit_scale"):
-            values[key] = float(value)
-        elif key in _NESTED and isinstance(value, dict):
-            values[key] = _NESTED[key](**value)
-    return values
+    try:
+        return {key: _given_value(key, value) for key, value in values.items()}
+    except DriftlabError as error:
+        raise DriftlabError(f"given: {error}") from error
 
 
-def _again(path: str, name: str, num_layers: int | None, given: dict[str, Any]) -> Reading:
-    return dataclasses.replace(read_checkpoint(path, num_layers=num_layers, **given), name=name)
+def _given_value(key: str, value: Any) -> Any:
+    if key in SETTINGS:
+        return field_value(DrafterConfig, key, value)
+    return fitted(key, value, int if key == "module" else str)
+
+
+def _restored(values: dict[str, Any]) -> Reading:
+    return Reading(**values)

@@ -10,7 +10,8 @@ under YaRN by m(mscale) / m(mscale_all_dim) with m(0) = 1 and defaults 1 and 0, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +47,13 @@ class Rope:
     notes: tuple[str, ...]
 
 
-def read_rope(values: Mapping[str, Any], *, latent: bool = False) -> Rope:
+def read_rope(values: Mapping[str, Any], *, latent: bool = False, given: Container[str] = ()) -> Rope:
     """Read the rotary settings.
 
     Args:
         values: config.json (of a speculators file: its transformer_layer_config).
         latent: the attention is MLA, so YaRN is DeepSeek's.
+        given: of "rope_theta", "rope_scaling" and "rotary_dim" what the user knows better: that is not looked for.
 
     Raises:
         DriftlabError: a rope type that is not known, settings that it needs or does not have, or two that contradict.
@@ -60,13 +62,18 @@ def read_rope(values: Mapping[str, Any], *, latent: bool = False) -> Rope:
     thetas: dict[str, float] = {}
     partials: dict[str, float] = {}
     kinds: dict[str, dict[str, Any]] = {}
-    _take(thetas, "rope_theta", values.get("rope_theta"))
+    if "rope_theta" not in given:
+        _take(thetas, "rope_theta", values.get("rope_theta"))
     _take(partials, "partial_rotary_factor", values.get("partial_rotary_factor"))
     for name in ("rope_parameters", "rope_scaling"):
-        block = _block(values, name)
-        _take(thetas, f"{name}.rope_theta", block.pop("rope_theta", None))
+        block = _block(values, name, given)
+        theta = block.pop("rope_theta", None)
+        if "rope_theta" not in given:
+            _take(thetas, f"{name}.rope_theta", theta)
         _take(partials, f"{name}.partial_rotary_factor", block.pop("partial_rotary_factor", None))
-        if block:
+        if block and "rope_scaling" in given:
+            _axes(block, name, notes)
+        elif block:
             kinds[name] = _kind(block, name, notes)
     theta, scaled = _agreed(thetas, "rotary bases"), _scaled(kinds)
     longest = values.get("max_position_embeddings")
@@ -86,7 +93,7 @@ def read_rope(values: Mapping[str, Any], *, latent: bool = False) -> Rope:
 def _take(found: dict[str, float], name: str, value: Any) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise DriftlabError(f"{name} is {value!r}, not a number above 0")
     found[name] = float(value)
 
@@ -97,16 +104,46 @@ def _agreed(found: dict[str, float], what: str) -> float | None:
     return next(iter(found.values()), None)
 
 
-def _block(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def turned_width(head_dim: int, share: float) -> int:
+    """Return how many dimensions of a head a partial_rotary_factor turns, 0 for all, which is what DrafterConfig has for it.
+
+    Raises:
+        DriftlabError: it turns none, or more than there are.
+    """
+    if share == 1:
+        return 0
+    width = int(head_dim * share)
+    if not 0 < width <= head_dim:
+        raise DriftlabError(
+            f"partial_rotary_factor {share:g} turns {width} of the {head_dim} dimensions of a head: give rotary_dim= for the "
+            "number that was trained with"
+        )
+    return width
+
+
+def _block(values: Mapping[str, Any], name: str, given: Container[str]) -> dict[str, Any]:
     block = values.get(name) or {}
     if not isinstance(block, dict):
         raise DriftlabError(f"{name} is {block!r}, not a table of settings")
     per_layer = sorted(key for key, value in block.items() if isinstance(value, dict))
-    if per_layer:
+    told = all(key in given for key in ("rope_theta", "rope_scaling"))
+    partial = any("partial_rotary_factor" in block[key] for key in per_layer) and "rotary_dim" not in given
+    if per_layer and (not told or partial):
+        wanted = "rotary_dim=" if told else "rope_theta= and rope_scaling="
         raise DriftlabError(
-            f"{name} has settings of its own for {per_layer}: one rotary embedding is supported; give rope_theta="
+            f"{name} has settings of its own for {per_layer}: one rotary embedding is supported; give {wanted}"
         )
-    return {key: value for key, value in block.items() if value is not None}
+    return {key: value for key, value in block.items() if value is not None and key not in per_layer}
+
+
+def _axes(block: dict[str, Any], name: str, notes: list[str]) -> None:
+    """Note several position axes of a block whose scaling the user gave."""
+    axes = [key for key in _MULTI_AXIS if key in block]
+    if axes or "mrope" in (block.get("rope_type"), block.get("type")):
+        notes.append(
+            f"rope: {name} has several position axes ({', '.join(axes) or 'mrope'}); in text all are the token's "
+            "position. Images and video are not supported"
+        )
 
 
 def _kind(block: dict[str, Any], name: str, notes: list[str]) -> dict[str, Any]:
@@ -159,7 +196,8 @@ def _scaling(scaled: dict[str, Any], longest: Any, latent: bool, notes: list[str
     numbers = {key: value for key, value in scaled.items() if key != "kind"}
     for key, value in numbers.items():
         wanted = bool if key == "truncate" else (int, float)
-        if not isinstance(value, wanted) or (key != "truncate" and isinstance(value, bool)):
+        fits = isinstance(value, wanted) and (key == "truncate" or not isinstance(value, bool))
+        if not fits or not math.isfinite(value):
             raise DriftlabError(f"rope type {kind}: {key} is {value!r}")
     required = _NUMBERS[kind] if kind == "llama3" else ("factor",)
     missing = [key for key in required if key not in numbers]
@@ -177,6 +215,8 @@ def _scaling(scaled: dict[str, Any], longest: Any, latent: bool, notes: list[str
                 "for it"
             )
         original = longest
+    if original != int(original):
+        raise DriftlabError(f"rope type {kind}: original_max_position_embeddings is {original!r}, not a whole number")
     truncate = numbers.pop("truncate", True)
     values = {key: float(value) for key, value in numbers.items()}
     scaling = RopeScaling(kind=kind, original_max_positions=int(original), truncate=truncate, **values)

@@ -2,34 +2,27 @@
 
     findings = check_folder("folder", "sglang")     empty: the engine's loader takes the folder as it is meant
 
-It reads a folder, anybody's, and knows the engines' rules (here and in ``loaders``); it shares
-no code with :mod:`export`, which runs it on whatever it writes. Sources: vLLM 0.33, SGLang 0.5.23, speculators 0.9.0,
-SafeAILab/EAGLE cb7e084.
+It reads a folder, anybody's, and knows the engines' rules (here and in ``loaders``); it shares no code with :mod:`export`,
+which runs it on whatever it writes. Whatever a folder holds, it is told and never raised. Sources: vLLM 0.33, SGLang 0.5.23,
+speculators 0.9.0, SafeAILab/EAGLE cb7e084.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from driftlab.drafter.formats import loaders
+from driftlab.drafter.formats.loader_files import Weights, read_weights
 from driftlab.drafter.formats.loader_tensors import Sizes
+from driftlab.drafter.formats.loader_types import well_kinded
 from driftlab.errors import DriftlabError
 
 FORMATS = ("vllm", "sglang", "speculators", "safeailab")
-
-
-@dataclass(frozen=True)
-class _Weights:
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, torch.dtype]
-    small: dict[str, Tensor]
-    """vectors: gains and vocabulary maps"""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_WHOLES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_folder(path: str | Path, format: str) -> list[str]:
@@ -49,11 +42,13 @@ def check_folder(path: str | Path, format: str) -> list[str]:
         raise DriftlabError(f"{path} is not a folder")
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, a number of 5000 digits
         return [f"config.json cannot be read ({error})"]
     if not isinstance(config, dict):
         return ["config.json is not an object"]
-    weights, findings = _weights(path, format)
+    config, wrong = well_kinded(config)
+    weights, findings = read_weights(path, format)
+    findings = [*wrong.values(), *findings]
     if weights is None:
         return findings
     view = {
@@ -62,91 +57,43 @@ def check_folder(path: str | Path, format: str) -> list[str]:
         "speculators": loaders.speculators,
         "safeailab": loaders.safeailab,
     }[format](config, weights.shapes)
-    findings += view.findings
+    told = {place.rpartition(".")[2] for place in wrong}  # a rule would only say that they are missing
+    findings += [words for words in view.findings if words.partition(":")[0] not in told]
     if view.sizes is not None:
         findings += _vocabulary(weights, view.sizes)
     return findings + _values(weights) + (_twin_norms(weights) if format == "sglang" else [])
 
 
-def _weights(path: Path, format: str) -> tuple[_Weights | None, list[str]]:
-    """Read names, shapes and the vectors from the files that the engine would open."""
-    safe, pickled = sorted(path.glob("*.safetensors")), sorted(path.glob("*.bin"))
-    findings = []
-    if format == "safeailab":
-        safe = [p for p in safe if p.name == "model.safetensors"]
-        pickled = [p for p in pickled if p.name == "pytorch_model.bin"]
-        if safe and pickled:
-            findings.append("pytorch_model.bin is read, and model.safetensors is not: remove the wrong one")
-        safe = [] if pickled else safe
-    if not safe and not pickled:
-        return None, ["no file of weights that the loader looks for"]
-    try:
-        parts = [_safetensors(p) for p in safe] if safe else [_pickled(p) for p in pickled]
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        return None, [*findings, f"the weights cannot be read ({error})"]
-    weights = _Weights({}, {}, {})
-    for part in parts:
-        twice = set(weights.shapes) & set(part.shapes)
-        findings += [f"{name}: in two files" for name in sorted(twice)]
-        weights.shapes.update(part.shapes)
-        weights.dtypes.update(part.dtypes)
-        weights.small.update(part.small)
-    return weights, findings
-
-
-def _safetensors(path: Path) -> _Weights:
-    shapes, dtypes, small = {}, {}, {}
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (no mapping)
-            shapes[name] = tuple(file.get_slice(name).get_shape())
-            head = file.get_slice(name)[:0]
-            dtypes[name] = head.dtype
-            if len(shapes[name]) == 1:
-                small[name] = file.get_tensor(name)
-    return _Weights(shapes, dtypes, small)
-
-
-def _pickled(path: Path) -> _Weights:
-    tensors = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ValueError(f"{path.name} is not a dictionary of tensors")
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    small = {name: tensor for name, tensor in tensors.items() if tensor.ndim == 1}
-    return _Weights(shapes, {name: tensor.dtype for name, tensor in tensors.items()}, small)
-
-
-def _vocabulary(weights: _Weights, sizes: Sizes) -> list[str]:
+def _vocabulary(weights: Weights, sizes: Sizes) -> list[str]:
     """d2t holds offsets: target id = draft id + d2t[draft id], ascending within the vocabulary, the same ids as in t2d."""
     d2t, t2d = weights.small.get("d2t"), weights.small.get("t2d")
+    shape = weights.shapes.get("t2d", (sizes.vocab,))
+    findings = [] if shape == (sizes.vocab,) else [f"t2d: {list(shape)}, and vocab_size is {sizes.vocab}"]
     if d2t is None or not sizes.reduced or d2t.shape != (sizes.draft_vocab,):
-        return []
-    if d2t.is_floating_point() or d2t.dtype == torch.bool:
-        return [f"d2t: {d2t.dtype}, offsets are whole numbers"]
+        return findings
+    if d2t.dtype not in _WHOLES:
+        return [*findings, f"d2t: {d2t.dtype}, offsets are whole numbers"]
     ids = torch.arange(len(d2t)) + d2t.long()
-    if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= sizes.vocab:
-        return [
+    within = int(ids.min()) >= 0 and int(ids.max()) < sizes.vocab
+    if not within or bool((ids.diff() <= 0).any()):
+        findings.append(
             f"d2t: no offsets (draft id + d2t[draft id] must ascend within 0..{sizes.vocab - 1}); target ids themselves?"
-        ]
-    if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids):
-        return ["d2t and t2d name different draft vocabularies"]
-    return []
+        )
+    elif t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids):
+        findings.append("d2t and t2d name different draft vocabularies")
+    return findings
 
 
-def _values(weights: _Weights) -> list[str]:
-    maps = ("d2t", "t2d")
+def _values(weights: Weights) -> list[str]:
     findings = [
         f"{name}: {dtype}, weights are float32, bfloat16 or float16"
         for name, dtype in sorted(weights.dtypes.items())
-        if name not in maps and dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        if name not in ("d2t", "t2d") and dtype not in _FLOATS
     ]
-    return findings + [
-        f"{name}: holds values that are not finite"
-        for name, tensor in sorted(weights.small.items())
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
-    ]
+    return findings + [f"{name}: holds values that are not finite" for name in sorted(weights.infinite)]
 
 
-def _twin_norms(weights: _Weights) -> list[str]:
+def _twin_norms(weights: Weights) -> list[str]:
     """SGLang norms the input of layers after the first with hidden_norm, others with input_layernorm."""
     findings = []
     for name, tensor in sorted(weights.small.items()):

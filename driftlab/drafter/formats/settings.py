@@ -144,6 +144,7 @@ class Settings:
                     f"config.json: {key} is {config[key]!r}, and {layer[key]!r} in transformer_layer_config: make "
                     "the two agree"
                 )
+        layer = {key: value for key, value in layer.items() if value is not None}
         values = {**layer, **{k: v for k, v in config.items() if v is not None or k not in layer}}
         return cls({**values, "model_type": layer.get("model_type", config.get("model_type"))}, nested)
 

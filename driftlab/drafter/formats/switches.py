@@ -7,10 +7,12 @@ leave no trace in the tensors.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from driftlab.drafter.formats.provenance import architecture_of
 from driftlab.drafter.formats.reading import Found
 from driftlab.errors import DriftlabError
 
@@ -163,6 +165,9 @@ def _residual(file: File) -> None:
         alone = said and source != "speculators"
         why = place + ("; vLLM and speculators alone have it, SGLang and all others ignore it" if alone else "")
         found = Found(said, "read", why, note=alone and source != "vLLM")
+    elif source == "speculators" and "norm_before_residual" in settings.values:
+        why = "norm_before_residual is null: off in vLLM, which takes only an absent one as on"
+        found = Found(False, "read", why, note=True)
     elif source == "speculators":
         found = Found(
             True,
@@ -214,7 +219,7 @@ def _attention_bias(file: File, there: bool) -> Found:
 
 
 def _qk_norm(file: File, there: bool) -> Found:
-    named = (file.settings.get("architectures") or [""])[0] == "Eagle3Qwen3ForCausalLM"
+    named = architecture_of(file.settings.values) == "Eagle3Qwen3ForCausalLM"
     qwen = named or (file.source.name == "speculators" and file.settings.get("model_type") == "qwen3")
     if qwen and not there:
         raise DriftlabError(
@@ -272,6 +277,6 @@ def _logit_scale(file: File) -> Found:
     value = file.settings.get("logit_scale")
     if value is None:
         return Found(1.0, "assumed", "absent: 1")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise DriftlabError(f"config.json: logit_scale is {value!r}, not a number above 0")
     return Found(float(value), "read", "logit_scale")

@@ -26,6 +26,7 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 # names that safetensors gives to the dtypes of torch files
 _SHORT = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
+    **{torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
@@ -98,6 +99,10 @@ class TorchFile(TensorFile):
                 f"{self.path} is not a dict of tensors: it holds {sorted(map(str, other))[:6]}; save the drafter's "
                 f"state_dict() alone, or under {TRAINING_STATE!r}"
             )
+        for name, tensor in state.items():
+            if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+                kind = "without data (meta)" if tensor.is_meta else "sparse or nested"
+                raise DriftlabError(f"{self.path}: {name} is {kind}: save plain tensors")
         return state
 
     @cached_property

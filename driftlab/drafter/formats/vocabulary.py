@@ -55,7 +55,8 @@ def read_draft_vocab(
             "read this file as it is map draft ids to the wrong tokens"
         )
         return d2t
-    if not _valid(ids, vocab_size):
+    inside = bool(((d2t >= 0) & (d2t < vocab_size)).all())  # beyond that the sum may wrap around
+    if not inside or not _valid(ids, vocab_size):
         raise DriftlabError(
             "d2t holds no valid offsets (target id = draft id + d2t[draft id] must ascend within "
             f"0..{vocab_size - 1}; here it runs from {int(ids[0])} to {int(ids[-1])})"

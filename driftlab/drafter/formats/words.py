@@ -36,11 +36,12 @@ def reading_words(reading: Reading, target: Any = None) -> str:
     rows = reading.conventions_for(target)
     lines = [
         f"{reading.name}: {reading.format} ({reading.told})",
+        f"kind: {_kind(reading)}",
         f"files: {', '.join(reading.raw.files)}",
         f"{parameter_count(reading):,} parameters; {_sizes(reading)}",
         f"draft vocabulary: {_vocabulary(reading)}",
         "",
-        "tensors",
+        "tensors, by the names used here",
         *_table([(name, f"{list(shape)}") for name, shape in sorted(reading.shapes.items())]),
         "",
         "conventions",
@@ -59,6 +60,7 @@ def reading_values(reading: Reading, target: Any = None) -> dict[str, Any]:
         "name": reading.name,
         "format": reading.format,
         "told": reading.told,
+        "kind": _kind(reading),
         "files": list(reading.raw.files),
         "parameters": parameter_count(reading),
         "tensors": {name: list(shape) for name, shape in sorted(reading.shapes.items())},
@@ -71,15 +73,28 @@ def reading_values(reading: Reading, target: Any = None) -> dict[str, Any]:
 
 def reading_lines(reading: Reading, target: Any = None, *, as_json: bool = False) -> str:
     """Return what ``driftlab inspect`` prints: the reading, and whether the tensors are those that it wants."""
-    fault = ""
+    fault, unused = "", []
     try:
-        reading.check(target)
+        unused = reading.check(target)
     except DriftlabError as error:
         fault = str(error)
     if as_json:
-        return json.dumps({**reading_values(reading, target), "fault": fault or None}, indent=2, ensure_ascii=False)
+        values = {**reading_values(reading, target), "unused": unused, "fault": fault or None}
+        return json.dumps(values, indent=2, ensure_ascii=False)
     verdict = f"It cannot be loaded so: {fault}" if fault else "The tensors are those that these conventions want."
+    if unused and not fault:
+        verdict = f"It can be loaded so, but not all of it is used. {' '.join(unused)}"
     return "\n".join([reading_words(reading, target), "", *_wrapped(verdict, "")])
+
+
+def _kind(reading: Reading) -> str:
+    """Name the variant, in the words that people use."""
+    values = {row.name: row.value for row in reading.settled}
+    if values.get("architecture") == "mtp":
+        return "MTP head"
+    switches = [name for name in ("fc_norm", "norm_output") if values.get(name)]
+    kind = "EAGLE 3.1 (fc_norm and norm_output)" if len(switches) == 2 else " with ".join(["EAGLE-3", *switches])
+    return f"{kind}, one norm before fc (norm_before_fc)" if values.get("norm_before_fc") else kind
 
 
 def _notes(reading: Reading, target: Any) -> list[str]:
