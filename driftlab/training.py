@@ -160,6 +160,7 @@ def train(
         write_text(out / "train_log.csv", pd.DataFrame(run.log).to_csv(index=False, float_format="%.6g"))
         run.save_state(out, step)
         run.restore_best(out)
+        drafter.trained_for = {"label": trajectory.spec.label, "fingerprint": trajectory.spec.fingerprint}
         drafter.save(out)
     return drafter
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -259,7 +260,7 @@ def test_a_recording_keeps_what_drafters_read_and_they_are_exported(tmp_path, ma
     import torch
     from conftest import tiny_fast_tokenizer, tiny_llama
 
-    from driftlab import Drafter, Trajectory, all_starts
+    from driftlab import Drafter, Trajectory, all_starts, read_rows
 
     model = tmp_path / "model"
     tiny_llama().save_pretrained(model)
@@ -279,12 +280,9 @@ def test_a_recording_keeps_what_drafters_read_and_they_are_exported(tmp_path, ma
         8,
         "--no-template",
     )
-    with pytest.raises(SystemExit):
-        run_main(monkeypatch, *common, "--drafters", tmp_path / "a", "--aux-layers", 1, 3, 5)
-    assert "give one of them" in capsys.readouterr().err
-    run_main(monkeypatch, *common, "--drafters", tmp_path / "a", tmp_path / "b")
+    run_main(monkeypatch, *common, "--drafters", tmp_path / "a", tmp_path / "b", "--aux-layers", 2)
     trajectory = Trajectory.open(tmp_path / "rec")
-    assert trajectory.aux_layers == (1, 3, 4, 5)
+    assert trajectory.aux_layers == (1, 2, 3, 4, 5)
     run_main(
         monkeypatch, "export", tmp_path / "b", tmp_path / "vllm", "--target", model, "--target-name", "owner/model"
     )
@@ -292,4 +290,49 @@ def test_a_recording_keeps_what_drafters_read_and_they_are_exported(tmp_path, ma
     assert "vllm serve owner/model" in said
     here, back = (Drafter.load(tmp_path / name, trajectory) for name in ("b", "vllm"))
     assert back.config.aux_layers == (1, 4, 5)
+    # read another way: what the user says goes before what the file says, in every command
+    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    del config["norm_output"]
+    (tmp_path / "vllm" / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "rows.csv"
+    measured = {}
+    for given in ((), ("--given", "norm_output=on")):
+        run_main(monkeypatch, "simulate", tmp_path / "rec", tmp_path / "vllm", "--depth", 3, "--out", out, *given)
+        measured[given] = read_rows(out).set_index("quantity")["norm_output"].unique().tolist()
+        if not given:
+            assert "if the writer lost it, give norm_output=true" in capsys.readouterr().err
+    assert list(measured.values()) == [[False], [True]]
     assert torch.equal(all_starts(here, trajectory, 3).tokens, all_starts(back, trajectory, 3).tokens)
+
+
+def test_inspect_says_what_it_is_and_fails_on_the_unloadable(
+    tmp_path, make_drafter, tiny_trajectory, monkeypatch, capsys
+):
+    make_drafter("eagle31").save(tmp_path / "a")
+    run_main(monkeypatch, "inspect", tmp_path / "a")
+    assert "kind: EAGLE 3.1" in capsys.readouterr().out
+    for arguments, told in (
+        ((tmp_path / "a", "--given", "qk_norm=true"), "missing tensors"),
+        ((tiny_trajectory.path,), "is a recording"),
+        ((tmp_path,), "the folders a in it"),
+        (("smollm2-eagle32",), "those shipped are smollm2-eagle3,"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            run_main(monkeypatch, "inspect", *arguments)
+        said = capsys.readouterr()
+        assert stopped.value.code in (1, 2)
+        assert told in said.out + said.err
+    run_main(monkeypatch, "inspect", tmp_path / "a", "--given", "fc_norm=off")
+    assert "not all of it is used" in capsys.readouterr().out
+
+
+def test_inspect_says_that_it_is_another_target(tmp_path, make_drafter, tiny_trajectory):
+    from types import SimpleNamespace
+
+    from driftlab.drafter.formats.reading import read_checkpoint
+
+    make_drafter("eagle31").save(tmp_path / "a")
+    spec = dataclasses.replace(tiny_trajectory.spec, vocab_size=tiny_trajectory.spec.vocab_size + 1)
+    reading = read_checkpoint(tmp_path / "a")
+    assert not any("another target" in words for words in reading.about(tiny_trajectory))
+    assert any("it is the drafter of another target" in words for words in reading.about(SimpleNamespace(spec=spec)))

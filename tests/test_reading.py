@@ -920,7 +920,9 @@ def test_inspect_on_the_command_line(write, monkeypatch, capsys):
     assert {"name": "aux_layers", "value": [1, 2, 3], "source": "given", "why": "given by the user"} in values[
         "conventions"
     ]
-    run(monkeypatch, write(own_tables(), tensors={"extra.weight": torch.ones(2)}))
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, write(own_tables(), tensors={"extra.weight": torch.ones(2)}))
+    assert stopped.value.code == 1
     assert "It cannot be loaded so" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run(monkeypatch, path, "--given", "nonsense")

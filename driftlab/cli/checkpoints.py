@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tyro.conf import Positional
 
-from driftlab.cli.common import DType, dtype_of, load_target, open_lender
-from driftlab.errors import DriftlabError
+from driftlab.cli.common import DType, check_name, dtype_of, given_values, load_target, open_lender
 
 
 def inspect(
@@ -26,46 +25,21 @@ def inspect(
         path: a folder, a file, a Hugging Face id, or the name of a shipped drafter.
         target: a recording's folder, "smollm2", a Hugging Face id or a local folder: is it the drafter's target?
         num_layers: decoder layers of the target, without loading one; files without layer ids leave the states to it.
-        given: conventions that you know better than the file, as name=value: norm_output=false, specforge=before-879, ...
+        given: conventions that you know better than the file, as name=value: norm_output=false, aux_layers=2,15,27,
+            specforge=before-879, ...
         revision: of a Hugging Face id.
         json: print JSON.
     """
     from driftlab.drafter.formats.reading import read_checkpoint
-    from driftlab.drafter.formats.words import reading_lines
+    from driftlab.drafter.formats.words import fits, reading_lines
 
     chosen = {} if revision is None else {"revision": revision}
-    reading = read_checkpoint(path, num_layers=num_layers, **{**chosen, **_given(given)})
-    print(reading_lines(reading, None if target is None else open_lender(target), as_json=json))
-
-
-_WORDS = {"on": True, "yes": True, "off": False, "no": False, "none": None, "null": None}
-
-
-def _given(said: tuple[str, ...]) -> dict[str, Any]:
-    """Read name=value; whether it can be a value of that name is checked where the file is read."""
-    values: dict[str, Any] = {}
-    for word in said:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise DriftlabError(f"--given {word}: wants name=value")
-        values[name.strip()] = _value(value.strip())
-    return values
-
-
-def _value(text: str) -> Any:
-    """Read true, on, yes and their opposites, none, a number, a list with commas, or JSON; else it is a name."""
-    import json
-
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    for spelling in (text, text.lower()):  # True and False, as in Python
-        try:
-            return json.loads(spelling)
-        except (json.JSONDecodeError, RecursionError):
-            continue
-    if "," in text and text[0] not in "[{":
-        return [_value(part.strip()) for part in text.strip(",").split(",")]
-    return text
+    check_name(path)
+    reading = read_checkpoint(path, num_layers=num_layers, **{**chosen, **given_values(given)})
+    lender = None if target is None else open_lender(target)
+    print(reading_lines(reading, lender, as_json=json))
+    if not fits(reading, lender):
+        sys.exit(1)
 
 
 def export(
@@ -77,6 +51,7 @@ def export(
     target_model_type: str | None = None,
     dtype: DType | None = None,
     num_speculative_tokens: int = 3,
+    given: tuple[str, ...] = (),
 ) -> None:
     """Write a drafter as an engine's loader wants it, check it by the loader's rules, and say how to serve it.
 
@@ -89,12 +64,14 @@ def export(
         target_model_type: of the target's config.json, where it is not the loaded one: SGLang counts layers by it.
         dtype: of the tensors; default as they are.
         num_speculative_tokens: K in the serve command, and in the file where the format has a place for it.
+        given: conventions that you know better than the file, as name=value (see `driftlab inspect`).
     """
     from driftlab import Drafter
     from driftlab.drafter.formats.export import export_drafter
 
+    check_name(drafter)
     model = load_target(target, "cpu", "float32", None)
-    loaded = Drafter.load(drafter, model)
+    loaded = Drafter.load(drafter, model, **given_values(given))
     for note in loaded.notes:
         print(f"{drafter}: {note}", file=sys.stderr)
     local = str(Path(target)) if Path(target).exists() else None  # a local target's name is no path

@@ -26,28 +26,33 @@ def dtype_of(name: str) -> Any:
 
 
 def load_target(
-    name: str, device: str, dtype: str, aux_layers: tuple[int, ...] | None, drafters: tuple[str, ...] = ()
+    name: str,
+    device: str,
+    dtype: str,
+    aux_layers: tuple[int, ...] | None,
+    drafters: tuple[str, ...] = (),
+    given: tuple[str, ...] = (),
 ) -> Any:
-    """Load a target with a progress bar; it captures ``aux_layers``, or the states that some drafters read."""
+    """Load a target with a progress bar; it captures ``aux_layers`` and the states that some drafters read."""
     from driftlab import Target
 
-    if aux_layers and drafters:
-        raise DriftlabError("--aux-layers and --drafters both say which states are kept: give one of them")
+    for drafter in drafters:
+        check_name(drafter)
     # any layers do until the drafters' are known: a small target has no default ones
-    layers = (0,) if drafters else aux_layers or None
+    layers = aux_layers or ((0,) if drafters else None)
     target = Target.load(name, device=device, dtype=dtype_of(dtype), aux_layers=layers, progress=progress_bar())
     if drafters:
-        target.aux_layers = _read_by(drafters, target)
+        target.aux_layers = _read_by(drafters, target, given, set(aux_layers or ()))
     return target
 
 
-def _read_by(drafters: tuple[str, ...], target: Any) -> tuple[int, ...]:
-    """Return the states that the drafters read, ascending; MTP heads read the final one, which is kept in any case."""
+def _read_by(drafters: tuple[str, ...], target: Any, given: tuple[str, ...], more: set[int]) -> tuple[int, ...]:
+    """Return the states that the drafters read, and more, ascending; MTP heads read the final one, which is always kept."""
     from driftlab.drafter.formats.reading import read_checkpoint
 
-    layers: set[int] = set()
+    layers = set(more)
     for name in drafters:
-        reading = read_checkpoint(name)
+        reading = read_checkpoint(name, **given_values(given))
         for words in reading.layer_notes(target):
             print(f"{name}: {words}", file=sys.stderr)
         layers |= set(reading.config_for(target).aux_layers)
@@ -63,19 +68,57 @@ def open_lender(name: str) -> Any:
     return load_target(name, "cpu", "float32", None)
 
 
-def load_drafter(path: Path, trajectory: Any, device: str) -> Any:
+_WORDS = {"on": True, "yes": True, "off": False, "no": False, "none": None, "null": None}
+
+
+def given_values(said: tuple[str, ...]) -> dict[str, Any]:
+    """Read name=value; whether it can be a value of that name is checked where the file is read."""
+    values: dict[str, Any] = {}
+    for word in said:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise DriftlabError(f"--given {word}: wants name=value")
+        values[name.strip()] = _value(value.strip())
+    return values
+
+
+def _value(text: str) -> Any:
+    """Read true, on, yes and their opposites, none, a number, a list with commas, or JSON; else it is a name."""
+    import json
+
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for spelling in (text, text.lower()):  # True and False, as in Python
+        try:
+            return json.loads(spelling)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+    if "," in text and text[0] not in "[{":
+        return [_value(part.strip()) for part in text.strip(",").split(",")]
+    return text
+
+
+def load_drafter(path: Path, trajectory: Any, device: str, given: tuple[str, ...] = ()) -> Any:
     """Load a drafter for a recording; what was assumed goes to stderr."""
-    from driftlab import SHIPPED, Drafter
+    from driftlab import Drafter
     from driftlab.devices import usable_device
 
+    check_name(path)
+    drafter = Drafter.load(path, trajectory, **given_values(given)).to(usable_device(device)).eval()
+    for note in drafter.notes:
+        print(f"{path.name}: {note}", file=sys.stderr)
+    return drafter
+
+
+def check_name(path: Path | str) -> None:
+    """Raise DriftlabError if a drafter's name can be neither a folder, a file, a Hugging Face id nor a shipped one."""
+    from driftlab import SHIPPED
+
+    path = Path(path)
     if str(path) not in SHIPPED and len(path.parts) == 1 and not path.exists():  # a Hugging Face id has an owner
         raise DriftlabError(
             f"there is no drafter {str(path)!r}: no folder or file here, and those shipped are {', '.join(SHIPPED)}"
         )
-    drafter = Drafter.load(path, trajectory).to(usable_device(device)).eval()
-    for note in drafter.notes:
-        print(f"{path.name}: {note}", file=sys.stderr)
-    return drafter
 
 
 def named(paths: tuple[Path, ...], out: Path) -> dict[str, Path]:

@@ -22,6 +22,7 @@ def probe(
     recent: tuple[int, ...] = (8,),
     sink: tuple[int, ...] | None = None,
     device: str = "cpu",
+    given: tuple[str, ...] = (),
 ) -> None:
     """Measure attention mass, entropy and state norms per draft depth; write them as rows and print the means.
 
@@ -34,6 +35,7 @@ def probe(
         recent: windows w of the mass on the last w keys.
         sink: sink positions; default those found in the target.
         device: where the drafters run.
+        given: conventions that you know better than the drafters' files, as name=value (see `driftlab inspect`).
     """
     from driftlab import Trajectory
     from driftlab.intervals import weighted_mean
@@ -43,7 +45,9 @@ def probe(
     trajectory = Trajectory.open(recording)
     trajectory = trajectory if sink is None else trajectory.with_sinks(sink)
     frames = [
-        probe_rows(load_drafter(path, trajectory, device), trajectory, name, depth=depth, feed=feed, recent=recent)
+        probe_rows(
+            load_drafter(path, trajectory, device, given), trajectory, name, depth=depth, feed=feed, recent=recent
+        )
         for name, path in named(drafters, out).items()
     ]
     rows = combine(frames, varying=MIXED)
@@ -71,6 +75,7 @@ def simulate(
     details: bool = False,
     drafts: Path | None = None,
     device: str = "cpu",
+    given: tuple[str, ...] = (),
 ) -> None:
     """Replay drafters on a recording: tau with its interval, and what other estimators would say. Without the target.
 
@@ -93,6 +98,7 @@ def simulate(
         details: also tau by position, context and category, and conditional acceptance by its parts.
         drafts: folder in which drafts are kept, so that another rule or a smaller K needs no drafting.
         device: where the drafters run.
+        given: conventions that you know better than the drafters' files, as name=value (see `driftlab inspect`).
     """
     from driftlab import Trajectory
     from driftlab.account import account, legend
@@ -111,7 +117,7 @@ def simulate(
             "--draft-temperature, or a recording made with --temperature"
         )
     folders = named(drafters, out)
-    loaded = {name: load_drafter(path, trajectory, device) for name, path in folders.items()}
+    loaded = {name: load_drafter(path, trajectory, device, given) for name, path in folders.items()}
     replayed = {}
     for name, drafter in loaded.items():
         how: dict[str, Any] = {"drafts": drafts, "progress": progress_bar()}

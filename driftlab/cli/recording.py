@@ -38,6 +38,7 @@ def record(
     template: bool = True,
     limit: int | None = None,
     drafters: tuple[str, ...] = (),
+    given: tuple[str, ...] = (),
     aux_layers: tuple[int, ...] | None = None,
     device: str = "cpu",
     dtype: DType = "float32",
@@ -62,7 +63,8 @@ def record(
         template: render the chat template; off: raw text.
         limit: take that many prompts, spread evenly over the categories.
         drafters: keep the states that these drafters read (folders, files, Hugging Face ids).
-        aux_layers: captured states; default 2, N/2, N-3.
+        given: conventions that you know better than their files, as name=value (see `driftlab inspect`).
+        aux_layers: captured states, beside those of --drafters; default 2, N/2, N-3.
         device: where the target runs.
         dtype: of the target.
         store_dtype: of the stored aux states; default the target's.
@@ -83,7 +85,7 @@ def record(
             raise DriftlabError(
                 "--self-prompts makes its own prompts with the chat template: leave out the options of others"
             )
-        model = load_target(target, device, dtype, aux_layers, drafters)
+        model = load_target(target, device, dtype, aux_layers, drafters, given)
         trajectory = model.record_self_prompts(
             self_prompts,
             max_new_tokens=192 if max_new_tokens is None else max_new_tokens,
@@ -97,7 +99,7 @@ def record(
     else:
         loaded = load_prompts(prompts)
         loaded = loaded if limit is None else evenly(loaded, limit)
-        model = load_target(target, device, dtype, aux_layers, drafters)
+        model = load_target(target, device, dtype, aux_layers, drafters, given)
         trajectory = model.record(
             loaded,
             max_new_tokens=128 if max_new_tokens is None else max_new_tokens,

@@ -311,6 +311,8 @@ def _open_weights(folder: Folder, name: str, label: str, config: dict[str, Any],
 
 def _no_weights(folder: Folder) -> str:
     names = folder.listing()
+    if "trajectory.json" in names or "recording.json" in names:
+        return f"{folder.label} is a recording of a target, not a drafter"
     broken = [name for name in WEIGHTS if (folder.path / name).is_symlink() and not (folder.path / name).exists()]
     if broken:
         link = folder.path / broken[0]
@@ -326,6 +328,9 @@ def _no_weights(folder: Folder) -> str:
     if any(_SHARD.search(name) for name in weights):
         return f"{folder.label} has files of a sharded checkpoint but not their index {WEIGHTS[1]}: copy or download it too"
     other = f"; it has {', '.join(weights[:5])}: give the path of that file" if weights else ""
+    local = isinstance(folder, LocalFolder) and not weights
+    if local and (inside := sorted(p.parent.name for p in folder.path.glob("*/config.json"))):
+        other = f"; but the folders {', '.join(inside[:5])} in it have a config.json: give one of those"
     return "; ".join((f"{folder.label} has no weights: none of {', '.join(WEIGHTS)}{other}", *folder.notes))
 
 

@@ -223,6 +223,11 @@ class Reading:
         if spec is None:
             return []
         said, rows = [], {row.name: row for row in self.settled}
+        for name, theirs in (("target_hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
+            if name in rows and rows[name].value != theirs:
+                said.append(
+                    f"{name} is {rows[name].value}, {spec.label} has {theirs}: it is the drafter of another target"
+                )
         if self.trained_for is not None and spec.fingerprint != self.trained_for["fingerprint"]:
             said.append(
                 f"{self.name} was trained for {self.trained_for['label']} (weights {self.trained_for['fingerprint'][:12]}), "

@@ -140,7 +140,10 @@ def shown_flag(said: bool | None) -> str:
 
 def _norm_output(file: File, said: bool | None, place: str, when: str | None) -> Found:
     if said is None:
-        return Found(False, "assumed", f"absent: off, as in every engine ({place})")
+        # EAGLE 3.1 has both switches, and writers have dropped this one (speculators, vLLM#46488)
+        half = any(name.startswith("fc_norm.") for name in file.shapes)
+        more = "; but EAGLE 3.1 has it with fc_norm, which is here: if the writer lost it, give norm_output=true" * half
+        return Found(False, "assumed", f"absent: off, as in every engine ({place}){more}", note=half)
     if when is not None or file.source.name != "SpecForge":
         return Found(said, "read", place)
     meant = (

@@ -97,6 +97,15 @@ def _kind(reading: Reading) -> str:
     return f"{kind}, one norm before fc (norm_before_fc)" if values.get("norm_before_fc") else kind
 
 
+def fits(reading: Reading, target: Any = None) -> bool:
+    """Whether the file can be loaded as it is read."""
+    try:
+        reading.check(target)
+    except DriftlabError:
+        return False
+    return True
+
+
 def _notes(reading: Reading, target: Any) -> list[str]:
     return [
         *reading.layer_notes(target),
