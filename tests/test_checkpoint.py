@@ -73,7 +73,7 @@ def logits(drafter):
     ],
 )
 def test_save_load_save_changes_no_byte(tmp_path, fc_norm, norm_output, overrides):
-    """INV10."""
+    """Save and load: the same bits."""
     first = own_tables(fc_norm=fc_norm, norm_output=norm_output, **overrides)
     first.save(tmp_path / "a")
     second = load(tmp_path / "a")

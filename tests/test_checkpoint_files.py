@@ -383,6 +383,8 @@ def test_fp8_that_cannot_be_multiplied_out_is_named(tmp_path):
     )
     wrong = {**tensors, "a.weight_scale_inv": scale[:-1].contiguous()}
     refused(write(tmp_path / "c", wrong, config=config), "a.weight_scale_inv", "[2, 3]", "block")
+    exponents = {**tensors, "a.weight_scale_inv": scale.to(torch.uint8)}
+    refused(write(tmp_path / "d", exponents, config=config), "a.weight_scale_inv", "U8", "not a plain number")
     refused(write(tmp_path / "d", tensors_of("norm.weight"), config=config), "quantised", "look unquantised")
 
 

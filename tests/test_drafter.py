@@ -462,6 +462,9 @@ def test_the_four_variants(tiny_trajectory):
         assert variant_name(config) == name
         assert (config.hidden_size, config.vocab_size, config.draft_vocab_size) == (32, 61, 20)
         assert (config.aux_layers, config.num_key_value_heads, config.lm_head) == ((1, 3, 5), 2, "target_with_norm")
+    for switch in ("norm_before_fc", "norm_before_residual", "twice_normed"):  # two readings of one file
+        assert variant_name(config_of(**{switch: True})) == f"eagle31+{switch}"
+    assert variant_name(config_of(norm_output=False, head_norm=False)) == "fc_norm+unnormed_head"
 
 
 def test_a_target_with_scaled_rotary_embedding_warns(tiny_trajectory):

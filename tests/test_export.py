@@ -25,7 +25,7 @@ def target(layers=8, positions=4096, name="owner/target", embed=None, vocab=61, 
     made = target_of(vocab, width)
     made.spec = SimpleNamespace(
         **{"name": name, "label": name, "fingerprint": "f" * 64, "num_layers": layers, "max_positions": positions},
-        **{"rope_type": "default", "rope_theta": 10000.0},
+        **{"rope_type": "default", "rope_theta": 10000.0, "hidden_size": width, "vocab_size": vocab},
     )
     if embed is not None:
         made.head = type(made.head)(embed=embed, lm_head=made.head.lm_head, norm_weight=made.head.norm_weight)
@@ -145,7 +145,7 @@ def designs(form):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_it_round_trips_or_is_refused_by_name(tmp_path, form):
-    """INV10, N2, verl-SpeCo#77."""
+    """Load, export, load: the same bits (verl-SpeCo#77)."""
     carried = 0
     for number, (flags, layers, draft_vocab, own) in enumerate(designs(form)):
         folder = tmp_path / str(number)

@@ -123,9 +123,9 @@ def test_a_logarithm_of_one_is_refused():
     ],
 )
 def test_the_command_line_reads_words_numbers_lists_and_json(said, value):
-    from driftlab.cli.checkpoints import _given
+    from driftlab.cli.common import given_value
 
-    (found,) = _given((f"name={said}",)).values()
+    found = given_value(said)
     assert found == value
     assert type(found) is type(value)
 
@@ -172,3 +172,31 @@ def test_every_record_is_checked_by_itself():
     for record in (config.DrafterConfig, config.LatentConfig, config.ExpertsConfig, rotary.RopeScaling):
         assert dataclasses.is_dataclass(record)
         assert record.__no_type_check__
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("norm_output=on", "norm_output=off"), "norm_output twice"),
+        (("path=x",), "path: no such convention"),
+        (("num_layers=32",), "num_layers: no such convention"),
+        (("norm_output",), "wants name=value"),
+    ],
+)
+def test_what_can_not_be_given_on_the_command_line_is_said(given, told):
+    from driftlab.cli.common import given_values
+
+    refused(told, given_values, given)
+
+
+def test_a_revision_stays_a_word():
+    from driftlab.cli.common import given_values
+
+    assert given_values(("revision=1234567",)) == {"revision": "1234567"}
+
+
+def test_a_number_beyond_floats_is_refused_by_name():
+    from driftlab import DrafterConfig
+
+    refused("rope_theta is", DrafterConfig.from_dict, {**config_of().to_dict(), "rope_theta": 10**400})
+    assert config_of(vocab_size=10**400, own_embed=True).vocab_size == 10**400

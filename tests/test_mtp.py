@@ -587,6 +587,15 @@ def test_a_missing_tensor_is_named(kind, name, match, tmp_path):
         read(save_to(tmp_path / "m", kind, tensors)).build()
 
 
+@pytest.mark.parametrize("kind", ["deepseek", "qwen3_next"])
+def test_a_head_without_its_shared_expert_is_not_loaded_as_one_that_has_none(kind, tmp_path):
+    from driftlab import DriftlabError
+
+    tensors = {name: t for name, t in written(Head(kind), kind).items() if ".shared_expert" not in name}
+    with pytest.raises(DriftlabError, match="shared_experts.gate_proj.weight is missing"):
+        read(save_to(tmp_path / "m", kind, tensors)).build()
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

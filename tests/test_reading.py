@@ -1073,3 +1073,29 @@ def test_a_pickled_drafter_needs_no_folder(write, tmp_path):
         for call in (again.reading.build, lambda r=again.reading: r.with_given(norm_output=True)):
             refused("this reading was pickled", call)
         assert pickle.loads(pickle.dumps(again)).reading.words() == drafter.reading.words()
+
+
+def test_giving_a_number_of_layers_excuses_deeper_layers_only(write):
+    from driftlab import DriftlabError
+
+    path = write(own_tables(), tensors={"layers.0.self_attn.sinks": torch.ones(4)})
+    with pytest.raises(DriftlabError, match="unused tensors.*layers.0.self_attn.sinks"):
+        read(path, num_hidden_layers=1).check()
+    two = write(own_tables(num_hidden_layers=2), num_hidden_layers=2)
+    assert any("layers.1." in words for words in read(two, num_hidden_layers=1).check())
+
+
+def test_a_switch_given_on_excuses_nothing(write):
+    from driftlab import DriftlabError
+
+    path = write(own_tables(), tensors={"layers.0.self_attn.gate_proj.bias": torch.ones(32)})
+    with pytest.raises(DriftlabError, match="unused tensors.*gate_proj.bias"):
+        read(path, fc_norm=True, attention_bias=False).check()
+
+
+def test_a_depth_that_is_not_the_targets_is_refused(write):
+    from driftlab import DriftlabError
+
+    target = SimpleNamespace(spec=SimpleNamespace(num_layers=LAYERS, label="tiny"))
+    with pytest.raises(DriftlabError, match=f"num_layers={LAYERS + 1}, but tiny has {LAYERS}"):
+        read(write(own_tables()), num_layers=LAYERS + 1).config_for(target)

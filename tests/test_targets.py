@@ -111,7 +111,7 @@ def random_tokens(length, seed):
 @every
 @both
 def test_recorded_states_are_transformers_own(target_of, recorded, family, dtype):
-    """C1, C3: k < N is hidden_states[k]; N is what the last layer puts out; the last is after the norm. Bit for bit."""
+    """k < N is hidden_states[k]; N is what the last layer puts out; the last is after the norm. Bit for bit."""
     model = target_of(family, dtype).adapter.model
     trajectory = recorded(family, dtype, alone=3)
     entry, output = trajectory[0], []
@@ -264,7 +264,7 @@ def test_sequences_that_end_leave_the_batch_and_the_rest_goes_on(target_of, reco
 @every
 @both
 def test_the_second_call_gives_what_the_first_gave(target_of, family, dtype):
-    """C7: A, B, A, bit for bit; no state of B stays."""
+    """A, B, A, bit for bit; no state of B stays."""
     target = target_of(family, dtype)
     a, b = random_tokens(18, 3), random_tokens(11, 4)
 
@@ -451,7 +451,7 @@ def saved(model, folder):
     ],
 )
 def test_the_text_model_of_a_multimodal_checkpoint_is_found(tmp_path, kind, key):
-    """A6: nested names; Gemma's head is tied and in no file."""
+    """Names are nested; Gemma's head is tied and in no file."""
     model = multimodal(kind)
     folder = saved(model, tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
@@ -471,7 +471,7 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_found(tmp_path, kind, key)
 
 
 def test_a_tied_head_is_in_no_file(tmp_path):
-    """A6."""
+    """SpecForge#666: names nested in multimodal checkpoints."""
     from conftest import tiny_llama
 
     folder = saved(tiny_llama(tie_word_embeddings=True), tmp_path / "model")
@@ -483,7 +483,7 @@ def test_a_tied_head_is_in_no_file(tmp_path):
 
 
 def test_where_no_embedding_is_found_those_seen_are_listed(tmp_path):
-    """A6."""
+    """SpecForge#666: names nested in multimodal checkpoints."""
     folder = saved(tiny_model("Llama"), tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["thinker.text.tok_embeddings.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -516,7 +516,7 @@ def draft_tensors(prefix):
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0."])
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 def test_a_draft_whose_config_does_not_tell_is_no_target_either(tmp_path, prefix, file):
-    """A10: the config says a plain model of one layer; what loads it would draw the layer again by chance."""
+    """The config says a plain model of one layer; what loads it would draw the layer again by chance."""
     from conftest import tiny_llama
 
     folder = saved(tiny_llama(layers=1), tmp_path / "draft")
@@ -531,7 +531,7 @@ def test_a_draft_whose_config_does_not_tell_is_no_target_either(tmp_path, prefix
 
 @pytest.mark.parametrize("mark", [{"draft_vocab_size": 32}, {"architectures": ["LlamaForCausalLMEagle3"]}])
 def test_a_draft_whose_config_tells_is_refused_before_it_is_read(tmp_path, mark):
-    """A10."""
+    """A draft is told from a target by its tensors."""
     from conftest import tiny_llama
 
     folder = saved(tiny_llama(layers=1), tmp_path / "draft")

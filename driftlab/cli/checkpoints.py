@@ -8,7 +8,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from driftlab.cli.common import DType, check_name, dtype_of, given_values, load_target, open_lender
+from driftlab.cli.common import DType, check_name, dtype_of, given_values, open_lender
 
 
 def inspect(
@@ -59,7 +59,7 @@ def export(
         drafter: a folder, a file, a Hugging Face id, or the name of a shipped drafter.
         out: folder to write; an earlier export there is replaced, anything else is not.
         format: whose loader is to take it.
-        target: "smollm2", a Hugging Face id or a local folder.
+        target: "smollm2", a Hugging Face id, a local folder, or a recording of it.
         target_name: what the engine is to call the target; default a local folder's path, or the id.
         target_model_type: of the target's config.json, where it is not the loaded one: SGLang counts layers by it.
         dtype: of the tensors; default as they are.
@@ -70,7 +70,7 @@ def export(
     from driftlab.drafter.formats.export import export_drafter
 
     check_name(drafter)
-    model = load_target(target, "cpu", "float32", None)
+    model = open_lender(target)
     loaded = Drafter.load(drafter, model, **given_values(given))
     for note in loaded.notes:
         print(f"{drafter}: {note}", file=sys.stderr)

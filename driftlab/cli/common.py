@@ -65,7 +65,7 @@ def open_lender(name: str) -> Any:
 
     if (Path(name) / "trajectory.json").is_file():
         return Trajectory.open(Path(name))
-    return load_target(name, "cpu", "float32", None)
+    return load_target(name, "cpu", "float32", (0,))  # no states are wanted, and a shallow target has no default ones
 
 
 _WORDS = {"on": True, "yes": True, "off": False, "no": False, "none": None, "null": None}
@@ -75,14 +75,26 @@ def given_values(said: tuple[str, ...]) -> dict[str, Any]:
     """Read name=value; whether it can be a value of that name is checked where the file is read."""
     values: dict[str, Any] = {}
     for word in said:
-        name, equals, value = word.partition("=")
+        name, equals, value = (part.strip() for part in word.partition("="))
         if not equals:
             raise DriftlabError(f"--given {word}: wants name=value")
-        values[name.strip()] = _value(value.strip())
+        if name in values:
+            raise DriftlabError(f"--given says {name} twice")
+        values[name] = value if name == "revision" else given_value(value)
+    if values:
+        _refuse_unknown(values)
     return values
 
 
-def _value(text: str) -> Any:
+def _refuse_unknown(values: dict[str, Any]) -> None:
+    from driftlab.drafter.formats.reading import READING_OPTIONS, SETTINGS
+
+    known = SETTINGS | READING_OPTIONS | {"revision"}
+    if unknown := sorted(set(values) - known):
+        raise DriftlabError(f"--given {', '.join(unknown)}: no such convention; there are {', '.join(sorted(known))}")
+
+
+def given_value(text: str) -> Any:
     """Read true, on, yes and their opposites, none, a number, a list with commas, or JSON; else it is a name."""
     import json
 
@@ -94,7 +106,7 @@ def _value(text: str) -> Any:
         except (json.JSONDecodeError, RecursionError):
             continue
     if "," in text and text[0] not in "[{":
-        return [_value(part.strip()) for part in text.strip(",").split(",")]
+        return [given_value(part.strip()) for part in text.strip(",").split(",")]
     return text
 
 
@@ -121,8 +133,8 @@ def check_name(path: Path | str) -> None:
         )
 
 
-def named(paths: tuple[Path, ...], out: Path) -> dict[str, Path]:
-    """Give each drafter folder the shortest name, from its end, that no other has; refuse ``out`` before any work."""
+def named(paths: tuple[Path, ...], out: Path, given: tuple[str, ...] = ()) -> dict[str, Path]:
+    """Give each drafter folder the shortest name that no other has, from its end, with what was given; refuse ``out`` first."""
     if not paths:
         raise DriftlabError("name at least one drafter folder")
     if out.suffix not in (".parquet", ".csv"):
@@ -134,7 +146,8 @@ def named(paths: tuple[Path, ...], out: Path) -> dict[str, Path]:
         names = ["/".join(folder.parts[-parts:]) for folder in folders]
         if len(set(names)) == len(names):
             break
-    return dict(zip(names, paths, strict=True))
+    more = f" ({', '.join(given)})" if given else ""  # two readings of one file are two drafters
+    return {f"{name}{more}": path for name, path in zip(names, paths, strict=True)}
 
 
 def sink_words(trajectory: Any) -> str:

@@ -48,7 +48,7 @@ def probe(
         probe_rows(
             load_drafter(path, trajectory, device, given), trajectory, name, depth=depth, feed=feed, recent=recent
         )
-        for name, path in named(drafters, out).items()
+        for name, path in named(drafters, out, given).items()
     ]
     rows = combine(frames, varying=MIXED)
     write_rows(out, rows, provenance({"recording": recording.name, "depth": depth, "feed": feed}))
@@ -116,7 +116,7 @@ def simulate(
             f"--rule {rule} samples the drafts, and {recording} is greedy text (T = 0), which has no temperature to take: give "
             "--draft-temperature, or a recording made with --temperature"
         )
-    folders = named(drafters, out)
+    folders = named(drafters, out, given)
     loaded = {name: load_drafter(path, trajectory, device, given) for name, path in folders.items()}
     replayed = {}
     for name, drafter in loaded.items():

@@ -78,6 +78,8 @@ def record(
             f"--temperature {temperature:g} --top-k {top_k} --top-p {top_p:g}: the first two are 0 or more (0: greedy; off), "
             "top-p is above 0 and at most 1"
         )
+    if given and not drafters:
+        raise DriftlabError("--given says how the files of --drafters are read: name them")
     store = {} if store_dtype is None else {"store_dtype": dtype_of(store_dtype)}
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if self_prompts is not None:

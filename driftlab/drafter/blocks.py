@@ -169,12 +169,12 @@ class LatentAttention(Attention):
         self.heads = heads
         if rank:
             self.q_a_proj = nn.Linear(width, rank, bias=False)
-            self.q_a_layernorm = RMSNorm(rank, eps)
+            self.q_a_layernorm = RMSNorm(rank, eps, plus_one=config.norm_plus_one)
             self.q_b_proj = nn.Linear(rank, heads * (nope + rope), bias=False)
         else:
             self.q_proj = nn.Linear(width, heads * (nope + rope), bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, self.latent.kv_lora_rank + rope, bias=False)
-        self.kv_a_layernorm = RMSNorm(self.latent.kv_lora_rank, eps)
+        self.kv_a_layernorm = RMSNorm(self.latent.kv_lora_rank, eps, plus_one=config.norm_plus_one)
         self.kv_b_proj = nn.Linear(self.latent.kv_lora_rank, heads * (nope + value), bias=False)
         self.o_proj = nn.Linear(heads * value, config.hidden_size, bias=False)
         self.scale = (nope + rope) ** -0.5

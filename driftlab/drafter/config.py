@@ -194,6 +194,10 @@ class DrafterConfig:
             "qk_norm, attention_gate and biases are not parts of latent attention": self.latent is not None
             and (self.qk_norm or self.attention_gate or self.attention_bias or self.output_bias),
             "zero_first_embedding is a habit of MTP heads": self.zero_first_embedding and not mtp,
+            "rotary_dim has no meaning in latent attention: qk_rope_head_dim dimensions are turned": self.latent
+            is not None
+            and self.rotary_dim > 0,
+            "mlp_bias is not a part of experts": self.mlp_bias and self.experts is not None,
         }
         for words, is_wrong in wrong.items():
             if is_wrong:
@@ -285,8 +289,15 @@ VARIANTS = {
 
 
 def variant_name(config: DrafterConfig) -> str:
-    """Return the name of the variant that the two switches make; "mtp+..." and "...+norm_before_fc" are kinds of their own."""
+    """Return the name of the variant that the two switches make; an MTP head is "mtp" or "mtp+prenorm"; other
+    switches of the recursion follow with a plus, so that rows of two readings of one file are told apart.
+    """
     name = next(v.name for v in VARIANTS.values() if (v.fc_norm, v.norm_output) == (config.fc_norm, config.norm_output))
     if config.architecture == "mtp":
-        return "mtp" if config.norm_output else "mtp+prenorm"
-    return f"{name}+norm_before_fc" if config.norm_before_fc else name
+        name = "mtp" if config.norm_output else "mtp+prenorm"
+    more = [
+        s
+        for s in ("norm_before_fc", "norm_before_residual", "twice_normed", "zero_first_embedding")
+        if getattr(config, s)
+    ]
+    return "+".join([name, *more, *(() if config.head_norm else ("unnormed_head",))])

@@ -32,7 +32,7 @@ class Least:
         """The bound in words."""
         return f" above {self.value:g}" if self.above else f" of {self.value:g} or more"
 
-    def holds(self, number: float) -> bool:
+    def holds(self, number: float | int) -> bool:
         """Whether a number keeps to it."""
         return number > self.value if self.above else number >= self.value
 
@@ -75,7 +75,7 @@ def fitted(name: str, value: Any, hint: Any) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         found = fitted(name, value, args[0])
-        if not args[1].holds(float(found)):
+        if not args[1].holds(found):
             raise _wrong(name, value, _NAMES[args[0]] + args[1].words)
         return found
     if origin in (Union, types.UnionType):
@@ -110,7 +110,9 @@ def _record(name: str, value: Any, record: type) -> Any:
     try:
         return from_table(record, value, name)
     except DriftlabError as error:
-        raise error if name in str(error) else DriftlabError(f"{name}: {error}") from error
+        if name in str(error):
+            raise
+        raise DriftlabError(f"{name}: {error}") from error
 
 
 def _bool(name: str, value: Any) -> bool:

@@ -3,7 +3,7 @@ r"""The EAGLE-3 drafter with the two switches of EAGLE 3.1, each a module substi
     c_t  = concat_i  N_i(h_t^(k_i))         N_i: RMSNorm if fc_norm, else identity (after one over the concat: norm_before_fc)
     g_t  = W_fc c_t                         target states only, never the drafter's own
     u    = layers(embedding, s)             s = g_t at depth 1, the feedback deeper
-    y    = RMS(u);  logits = W_lm y         the head always reads the normed state
+    y    = RMS(u);  logits = W_lm y         the head reads the normed state
     feedback = y if norm_output else u
 
 An MTP head (DeepSeek-V3, arXiv 2412.19437; Qwen3-Next; GLM-4.5), and an EAGLE-3 drafter with use_aux_hidden_state false,

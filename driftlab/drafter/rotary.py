@@ -140,6 +140,7 @@ class Rotary(nn.Module):
     ) -> None:
         super().__init__()
         self.width, self.theta, self.scaling, self.interleaved = width, theta, scaling, interleaved
+        self._there: Tensor | None = None
 
     def forward(
         self, x: Float[Tensor, "batch head pos d_head"], positions: Int[Tensor, "batch pos"]
@@ -147,7 +148,7 @@ class Rotary(nn.Module):
         """Turn the first ``width`` dimensions of ``x`` by its positions."""
         if self.scaling is not None and self.scaling.kind == "dynamic":
             self._check_length(positions)
-        angle = positions[:, None, :, None] * frequencies(self.width, self.theta, self.scaling).to(x.device)
+        angle = positions[:, None, :, None] * self._frequencies(x.device)
         factor = 1.0 if self.scaling is None else self.scaling.rotation_factor
         cos, sin = (angle.cos() * factor).to(x.dtype), (angle.sin() * factor).to(x.dtype)
         turned, rest = x[..., : self.width], x[..., self.width :]
@@ -155,6 +156,12 @@ class Rotary(nn.Module):
         parts = [first * cos - second * sin, second * cos + first * sin]
         turned = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        """Keep them where they are needed: they are asked for at each depth, and a copy to a GPU makes it wait."""
+        if self._there is None or self._there.device != device:
+            self._there = frequencies(self.width, self.theta, self.scaling).to(device)
+        return self._there
 
     def _check_length(self, positions: Tensor) -> None:
         longest = self.scaling.original_max_positions

@@ -21,6 +21,7 @@ from transformers import (
 from driftlab import models
 from driftlab.devices import usable_device
 from driftlab.errors import DriftlabError
+from driftlab.files import read_json
 from driftlab.progress import Progress, silent
 
 _DRAFT_TENSORS = (".fc.weight", ".fc_norm.", ".d2t", ".t2d", ".midlayer.", ".hidden_norm.weight")
@@ -47,6 +48,8 @@ def load_pretrained(
         source = str(models.fetch(name, progress=lambda stage: progress(stage, 0, 1)))
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if Path(source).is_dir():
+        if revision is not None:
+            raise DriftlabError(f"{name} is here, and revision={revision!r} belongs to a Hugging Face id: leave it out")
         _refuse_drafter(Path(source))
         options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         label = label if name in models.PACKAGED else Path(source).resolve().name
@@ -76,10 +79,14 @@ def load_pretrained(
 
 def _refuse_drafter(folder: Path) -> None:
     config = folder / "config.json"
-    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    if any(mark in text for mark in ('"draft_vocab_size"', '"eagle_config"', "Eagle3")):
+    values = read_json(config) if config.is_file() else {}
+    values = values if isinstance(values, dict) else {}
+    said = [key for key in ("draft_vocab_size", "eagle_config", "speculators_model_type") if key in values]
+    said += [name for name in values.get("architectures") or () if "Eagle3" in str(name)]
+    if said:
         raise DriftlabError(
-            f"{folder} is an EAGLE-3 draft (its q_proj takes 2H inputs), not a target: use Drafter.load"
+            f"{folder} is an EAGLE-3 draft (config.json has {', '.join(said)}; such a q_proj takes 2H inputs), not a "
+            "target: use Drafter.load"
         )
 
 

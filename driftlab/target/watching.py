@@ -48,8 +48,8 @@ def mass_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """SDPA as it is, and beside it the mass per key for the recorder that came with the call."""
-    if kwargs.get("s_aux") is not None:
-        raise DriftlabError("this target has learned sinks, which SDPA would drop")
+    if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+        raise DriftlabError("this target has learned sinks or soft-capped scores, which SDPA would drop")
     if driftlab_recorder is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         driftlab_recorder.add(module.layer_idx, query, key, scale, attention_mask)

@@ -1,6 +1,6 @@
 """Putting a file's tensors into a drafter, strictly: none missing, none unused, every shape as the configuration makes it.
 
-Only what the user switched off himself may leave tensors of the file without use, and that is said.
+Only what the user switched off may leave tensors of the file without use, and that is said.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_shapes(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]], g
     """
     expected = expected_shapes(config)
     there = {name: tuple(shape) for name, shape in shapes.items() if name not in _MAPS}
-    left_out = {name: _switch_of(name, given) for name in sorted(set(there) - set(expected))}
+    left_out = {name: _switch_of(name, config, given) for name in sorted(set(there) - set(expected))}
     missing = sorted(set(expected) - set(there))
     unused = [name for name, switch in left_out.items() if switch is None]
     if missing or unused:
@@ -105,5 +105,17 @@ def _kind(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _switch_of(name: str, given: Set[str]) -> str | None:
-    return next((switch for switch, pattern in _LEFT_OUT if switch in given and pattern.match(name)), None)
+def _switch_of(name: str, config: DrafterConfig, given: Set[str]) -> str | None:
+    """Return the switch that the user gave off and that a tensor belongs to."""
+    for switch, pattern in _LEFT_OUT:
+        if switch in given and pattern.match(name) and _is_off(switch, name, config):
+            return switch
+    return None
+
+
+def _is_off(switch: str, name: str, config: DrafterConfig) -> bool:
+    if switch == "num_hidden_layers":
+        index = name.split(".")[1]
+        return index.isdigit() and int(index) >= config.num_hidden_layers
+    value = getattr(config, switch)
+    return value != "own" if switch == "lm_head" else not value

@@ -222,6 +222,8 @@ class Settings:
                 f"config.json says {said} experts, mlp.gate.weight has {count} rows: correct the one that is wrong"
             )
         shared = "layers.0.mlp.shared_experts.gate_proj.weight"
+        if any(values.get(key) for key in ("n_shared_experts", "shared_expert_intermediate_size")):
+            self._shape(shared)
         normalise = flag_of(values, "norm_topk_prob")
         if normalise is None:
             self.ledger.note(

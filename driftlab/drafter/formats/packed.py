@@ -119,6 +119,11 @@ def multiplied_out(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Ten
 
 def _check_scale(name: str, infos: Mapping[str, Info], block: tuple[int, int], label: str) -> None:
     shape, have = infos[name].shape, infos[name + SCALE].shape
+    kind = infos[name + SCALE].dtype.removeprefix("torch.").upper()
+    if kind not in ("F32", "BF16", "F16", "FLOAT32", "BFLOAT16", "FLOAT16"):
+        raise DriftlabError(
+            f"{label}: {name}{SCALE} is {kind}, not a plain number to multiply by: convert the weights to bf16"
+        )
     fits = len(shape) == 2 and have == tuple(-(-size // width) for size, width in zip(shape, block, strict=True))
     if not fits:
         raise DriftlabError(

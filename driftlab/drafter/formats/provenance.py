@@ -1,7 +1,7 @@
 """Which project an EAGLE-3 file is from, how its layer ids count, and what is no EAGLE-3 file at all.
 
 Often the file does not say. Then it is "plain EAGLE-3" and every convention says what was assumed. ``FORMATS`` are the names
-that a user may give as ``format=`` where he knows better.
+that a user who knows better may give as ``format=``.
 """
 
 from __future__ import annotations

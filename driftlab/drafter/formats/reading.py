@@ -179,6 +179,8 @@ class Reading:
 
     def _depth(self, target: Any) -> int | None:
         spec = getattr(target, "spec", None)
+        if spec is not None and self.num_layers not in (None, spec.num_layers):
+            raise DriftlabError(f"num_layers={self.num_layers}, but {spec.label} has {spec.num_layers}: leave it out")
         return self.num_layers if spec is None else spec.num_layers
 
     def check(self, target: Any = None) -> list[str]:
