@@ -724,3 +724,14 @@ def test_each_switch_changes_the_numbers(kind, changed):
         with torch.no_grad():
             runs.append([state.feedback for state, _ in unroll(one, batch, 2, feed="text")][-1])
     assert (runs[0] - runs[1]).abs().max() > 1e-3
+
+
+def test_nothing_that_no_gradient_reaches_is_trained():
+    """The correction bias takes part in the choice of experts alone: an optimiser has no state for it to go on from."""
+    from driftlab.drafter.config import ExpertsConfig
+    from driftlab.drafter.mlp import Experts
+
+    experts = Experts(8, ExpertsConfig(count=4, per_token=2, intermediate_size=6, scoring="sigmoid"))
+    experts(torch.randn(64, 8, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in experts.parameters())
+    assert "gate.e_score_correction_bias" in experts.state_dict()

@@ -128,7 +128,7 @@ def test_an_interrupted_save_leaves_no_old_settings_beside_new_weights(tmp_path,
     ("value", "dtype", "told"),
     [
         *((float("nan"), None, "not finite in float32"), (7e4, torch.float16, "not finite in float16")),
-        (1e-9, torch.float16, "becomes all zero in float16"),
+        (1e-9, torch.float16, "become zero in float16"),
     ],
 )
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, value, dtype, told):

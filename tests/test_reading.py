@@ -1099,3 +1099,39 @@ def test_a_depth_that_is_not_the_targets_is_refused(write):
     target = SimpleNamespace(spec=SimpleNamespace(num_layers=LAYERS, label="tiny"))
     with pytest.raises(DriftlabError, match=f"num_layers={LAYERS + 1}, but tiny has {LAYERS}"):
         read(write(own_tables()), num_layers=LAYERS + 1).config_for(target)
+
+
+def test_specforge_ids_that_are_boundary_defaults_are_doubtful(write):
+    """Its own files for Kimi targets hold [2, 30, 58] of 61 layers, which SGLang takes as boundaries there."""
+    settings = settings_of(own_tables(), eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 5]})
+    settings["architectures"] = ["LlamaForCausalLMEagle3"]
+    reading = read(write(own_tables(), prefix="midlayer.", settings=settings), num_layers=8)
+    assert reading.format == "SpecForge"
+    found = row(SimpleNamespace(conventions=reading.conventions_for(None)), "aux_layers")
+    assert (found.value, found.source) == ((3, 5, 6), "assumed")
+    assert "give layer_ids='boundary' for states [2, 4, 5]" in found.why
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"target_model_type": "gemma3"},
+        {"num_local_experts": 32, "experts_per_token": 4},
+        {"truncated_vocab_size": 61},
+        {"rope_scaling": {"rope_type": "default", "factor": 1.0}},
+    ],
+)
+def test_settings_of_published_files_that_change_nothing_are_taken(write, harmless):
+    plain, more = (read(write(own_tables(), **changes)).build() for changes in ({}, harmless))
+    assert plain.config == more.config
+
+
+def test_a_saved_drafter_does_not_lose_most_of_a_matrix(tmp_path):
+    from driftlab import DriftlabError
+
+    drafter = own_tables()
+    with torch.no_grad():
+        drafter.fc.weight.mul_(1e-12)
+        drafter.fc.weight[0, 0] = 1.0
+    with pytest.raises(DriftlabError, match="fc.weight would lose 3071 of 3072 values"):
+        drafter.save(tmp_path / "q", dtype=torch.float16)

@@ -32,7 +32,7 @@ def save(drafter: Drafter, path: str | Path, *, dtype: torch.dtype | None = None
         dtype: floating-point tensors are cast to it; default as they are.
 
     Raises:
-        DriftlabError: weights that are not finite, or would all become zero in ``dtype``.
+        DriftlabError: weights that are not finite, or of which more than half would become zero in ``dtype``.
     """
     path = Path(path)
     tensors = {name: _written(name, tensor, dtype) for name, tensor in drafter.state_dict().items()}
@@ -53,8 +53,11 @@ def _written(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         raise DriftlabError(
             f"{name} holds values that are not finite in {kind}, and could not be loaded: it is not saved"
         )
-    if bool(tensor.any()) and not bool(cast.any()):
-        raise DriftlabError(f"{name} is so small that it becomes all zero in {kind}: choose another dtype=")
+    held, kept = int(tensor.count_nonzero()), int(cast.count_nonzero())
+    if 2 * kept < held:
+        raise DriftlabError(
+            f"{name} would lose {held - kept} of {held} values, which become zero in {kind}: choose another dtype="
+        )
     return cast
 
 

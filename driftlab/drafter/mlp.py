@@ -30,7 +30,8 @@ class Router(nn.Linear):
         super().__init__(width, config.count, bias=False)
         self.config = config
         if config.scoring == "sigmoid":
-            self.e_score_correction_bias = nn.Parameter(torch.zeros(config.count))
+            # it takes part in the choice alone, so no gradient reaches it: nothing to train
+            self.register_buffer("e_score_correction_bias", torch.zeros(config.count))
 
     def forward(self, x: Float[Tensor, "row width"]) -> Float[Tensor, "row expert"]:
         """Return the weight of every expert for every row, 0 where it is not chosen."""

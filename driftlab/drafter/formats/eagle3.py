@@ -81,7 +81,7 @@ def read_eagle3(raw: Any, given: Mapping[str, Any]) -> Reading:
     file = File(settings, shapes, source, Ledger(given))
     for words in (*getattr(raw, "notes", ()), *told, *unknown_architecture(raw.config, source)):
         file.ledger.note(words)
-    settings.check_known(latent=file.latent or settings.get("kv_lora_rank") is not None)
+    settings.check_known()
     _sizes(file)
     states = _states(file)
     read_switches(file, states)

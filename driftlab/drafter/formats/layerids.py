@@ -143,7 +143,7 @@ class LayerIds:
         if self.family == "kimi":
             return self._kimi(ids)
         if self.counting is not None:
-            if self.sure:
+            if self.sure and not self._like_kimi(ids):
                 return self.counting, "read", self.why
             return self.counting, "assumed", self._or_deepseek(self.why, ids)
         match = _default_of(ids, num_layers)
@@ -180,8 +180,12 @@ class LayerIds:
             )
         return "boundary", "assumed", why
 
+    def _like_kimi(self, ids: tuple[int, ...]) -> bool:
+        """Whether they are the boundary defaults, as in SpecForge's own files for Kimi targets."""
+        return self.project == "SpecForge" and is_default(ids)
+
     def _or_deepseek(self, why: str, ids: tuple[int, ...]) -> str:
-        if self.family != "latent" or ids[0] == 1:
+        if ids[0] == 1 or (self.family != "latent" and not self._like_kimi(ids)):
             return why
         return (
             f"{why}; if its target is a DeepSeek or Kimi model, SGLang takes them as boundaries: give "

@@ -152,7 +152,7 @@ def _without_lent(parts: dict[str, Part], ledger: Ledger) -> dict[str, Part]:
 
 def _check_fixed(values: Mapping[str, Any]) -> None:
     for key, allowed in _FIXED.items():
-        if values.get(key, allowed[0]) not in allowed:
+        if values.get(key) is not None and values[key] not in allowed:
             raise DriftlabError(f"config.json: {key} is {values[key]!r}; supported is {allowed[0]!r} only")
     types = values.get("layer_types") or []
     if not isinstance(types, list):

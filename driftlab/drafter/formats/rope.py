@@ -164,6 +164,9 @@ def _kind(block: dict[str, Any], name: str, notes: list[str]) -> dict[str, Any]:
             f"rope: {name} has several position axes ({', '.join(axes) or 'mrope'}); in text all are the token's "
             "position, so it is plain rotary embedding. Images and video are not supported"
         )
+    for key in ("extrapolation_factor", "attn_factor", *(("factor",) if kind == "default" else ())):
+        if block.get(key) == 1:  # changes nothing
+            block.pop(key)
     if kind == "default":
         wrong = sorted(
             key for key in block if key not in ("original_max_position_embeddings", "max_position_embeddings")

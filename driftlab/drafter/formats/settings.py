@@ -22,7 +22,14 @@ _SIZES = {
         "head_dim",
         "num_hidden_layers",
     ),
-    *("vocab_size", "draft_vocab_size", "target_hidden_size", "rms_norm_eps", "intermediate_size_mlp"),
+    *(
+        "vocab_size",
+        "draft_vocab_size",
+        "truncated_vocab_size",
+        "target_hidden_size",
+        "rms_norm_eps",
+        "intermediate_size_mlp",
+    ),
 }
 _READ = {
     *_SIZES,
@@ -63,6 +70,7 @@ _BOOKKEEPING = {
         "max_window_layers",
     ),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
+    "target_model_type",
     *("speculators_version", "speculators_config", "has_no_defaults_at_init", "embed_requires_grad", "unsloth_version"),
     *("_torchspec_version", "torchspec_version", "quantization_config", "compression_config", "_attn_implementation"),
     *("_attn_implementation_autoset", "attn_implementation", "_commit_hash", "task_specific_params", "problem_type"),
@@ -104,8 +112,8 @@ _BOOKKEEPING = {
     ),
     *("exponential_decay_length_penalty", "suppress_tokens", "base_model_tp_plan", "base_model_pp_plan", "training"),
 }
-# of DeepSeek's configuration; a drafter's MLP is dense in every engine
-_LATENT_BOOKKEEPING = {
+# copied from a target with experts; a drafter's MLP is dense in every engine, and tensors of experts would be refused
+_OF_EXPERTS = {
     *(
         "n_routed_experts",
         "n_shared_experts",
@@ -116,6 +124,7 @@ _LATENT_BOOKKEEPING = {
     ),
     *("first_k_dense_replace", "routed_scaling_factor", "scoring_func", "topk_method", "topk_group", "norm_topk_prob"),
     *("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_local_experts"),
+    *("experts_per_token", "num_experts"),
 }
 
 
@@ -199,9 +208,9 @@ class Settings:
         if missing:
             raise DriftlabError(f"config.json: missing {missing}")
 
-    def check_known(self, *, latent: bool) -> None:
+    def check_known(self) -> None:
         """Raise DriftlabError that lists the settings that could matter and are not known, or not supported."""
-        known = _READ | _BOOKKEEPING | (_LATENT_BOOKKEEPING if latent else set())
+        known = _READ | _BOOKKEEPING | _OF_EXPERTS
         unknown = sorted(key for key, value in self.values.items() if key not in known and value is not None)
         inside = set(self.nested) - _NESTED_READ - set(_NESTED_FIXED) - _NESTED_HARMLESS
         unknown += sorted(f"eagle_config.{key}" for key in inside if self.nested[key] is not None)

@@ -53,9 +53,9 @@ def read_tables(file: File, tensor: Any) -> Tensor | None:
 
 
 def _draft_size(file: File, vocab: int) -> Found:
-    said = file.settings.whole("draft_vocab_size")
-    if said is not None:
-        return Found(said, "read", "draft_vocab_size")
+    for name in ("draft_vocab_size", "truncated_vocab_size"):  # the same, in some files
+        if (said := file.settings.whole(name)) is not None:
+            return Found(said, "read", name)
     for name in ("d2t", "lm_head.weight"):
         rows = file.shapes.get(name, (vocab,))[0]
         if rows != vocab:
