@@ -323,10 +323,17 @@ def test_a_truncated_file_is_refused(copy):
         Target.load(str(copy))
 
 
-@pytest.mark.parametrize("config", ["{", json.dumps({"model_type": "of-the-future"})])
-def test_a_config_that_nobody_understands_is_refused(copy, config):
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("{", "config.json is not valid JSON"),
+        ("[]", "config.json is no table of settings"),
+        (json.dumps({"model_type": "of-the-future"}), "cannot load target"),
+    ],
+)
+def test_a_config_that_nobody_understands_is_refused(copy, config, told):
     (copy / "config.json").write_text(config)
-    with pytest.raises(DriftlabError, match="cannot load target"):
+    with pytest.raises(DriftlabError, match=told):
         Target.load(str(copy))
 
 
@@ -395,5 +402,6 @@ def test_learned_sinks_are_not_dropped_silently(family_target):
     with pytest.raises(DriftlabError, match="learned sinks"):
         family_target("GptOss").adapter.position_mass(random_tokens(1, 9), 0)
     x = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(DriftlabError, match="learned sinks, which SDPA would drop"):
-        mass_attention(torch.nn.Identity(), x, x, x, None, s_aux=torch.zeros(1))
+    for options in ({"s_aux": torch.zeros(1)}, {"softcap": 30.0}):
+        with pytest.raises(DriftlabError, match="learned sinks or soft-capped scores, which SDPA would drop"):
+            mass_attention(torch.nn.Identity(), x, x, x, None, **options)

@@ -80,7 +80,8 @@ def load_pretrained(
 def _refuse_drafter(folder: Path) -> None:
     config = folder / "config.json"
     values = read_json(config) if config.is_file() else {}
-    values = values if isinstance(values, dict) else {}
+    if not isinstance(values, dict):
+        raise DriftlabError(f"{config} is no table of settings: copy or download it again")
     said = [key for key in ("draft_vocab_size", "eagle_config", "speculators_model_type") if key in values]
     said += [name for name in values.get("architectures") or () if "Eagle3" in str(name)]
     if said:
