@@ -68,7 +68,7 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 (names are strings, made from _HOME)
 
 
 def __getattr__(name: str) -> Any:

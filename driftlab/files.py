@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -140,3 +141,9 @@ def _explained(error: OSError, path: Path) -> DriftlabError:
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return DriftlabError(f"cannot write {path}: {error.strerror}; choose another folder or change its permissions")
     return DriftlabError(f"cannot write {path}: {error}")
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's bytes, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

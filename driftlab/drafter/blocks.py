@@ -13,6 +13,7 @@ It is computed decompressed, so that probes and interventions see ordinary keys 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -44,7 +45,7 @@ class LayerKV:
         return tuple(x.new_empty(*x.shape[:2], 1, 0, x.shape[-1]) for x in (self.k, self.v))
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, ABC):
     """What the blocks share. ``controls`` and ``recent_windows`` are set, for a ``with`` block, by interventions and probes;
     the ``hook_mass`` ... points carry statistics and are computed only while somebody listens.
     """
@@ -69,13 +70,13 @@ class Attention(nn.Module):
         self.hook_recent = HookPoint()  # [batch head start window]
         self.hook_columns = HookPoint()  # [batch head ctx], summed over the valid starts
 
+    @abstractmethod
     def project_q(self, x: Tensor, positions: Tensor) -> Float[Tensor, "batch head start d_head"]:
         """Project and turn the queries."""
-        raise NotImplementedError
 
+    @abstractmethod
     def project_kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Project and turn the keys; project the values: [batch kv_head row d_head], [batch kv_head row d_value]."""
-        raise NotImplementedError
 
     def keys(
         self, x: Float[Tensor, "batch row width"], positions: Int[Tensor, "batch row"], depth: int

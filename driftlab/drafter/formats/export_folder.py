@@ -6,7 +6,6 @@ one of driftlab's own, holds a drafter that somebody put there since, and is not
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from driftlab.drafter.formats.marker import MARKER, marker_values
 from driftlab.drafter.formats.rules import check_folder
 from driftlab.errors import DriftlabError
-from driftlab.files import atomic, locked, sort_metadata, sweep, write_json
+from driftlab.files import atomic, file_sha256, locked, sort_metadata, sweep, write_json
 
 WEIGHTS, CONFIG, LOCK = "model.safetensors", "config.json", "driftlab_export.lock"
 FORMAT_VERSION = 1
@@ -52,7 +51,7 @@ def _check_own(path: Path, marker: dict[str, Any], names: set[str]) -> None:
             f"{MARKER} speaks of: choose another folder, or remove it yourself"
         )
     begun = "weights" not in marker and CONFIG not in names  # an export that was interrupted before it had weights
-    if WEIGHTS in names and not begun and hash_of(path / WEIGHTS) != marker.get("weights"):
+    if WEIGHTS in names and not begun and file_sha256(path / WEIGHTS) != marker.get("weights"):
         raise DriftlabError(
             f"{path}/{WEIGHTS} is not what {MARKER} says was exported (another hash): choose another folder, or remove "
             "it yourself"
@@ -76,12 +75,6 @@ def _has_block(config: Path) -> bool:
         return "driftlab" in dict(json.loads(config.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):
         return False  # no settings of a saved drafter; the hash of the weights decides
-
-
-def hash_of(path: Path) -> str:
-    """Return the sha256 of a file's bytes, in hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_folder(
@@ -114,7 +107,7 @@ def write_folder(
         with atomic(path / WEIGHTS) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
             sort_metadata(temporary)
-            weights = hash_of(temporary)
+            weights = file_sha256(temporary)
             (path / CONFIG).unlink(missing_ok=True)
             write_json(path / MARKER, version)  # begun: from here to the next one no hash would be true
         write_json(path / MARKER, {**version, **marker_values(form, states, settings, weights), **told})

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,7 +43,7 @@ _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<re
 _SHARD = re.compile(r"-\d+-of-(\d+)\.\w+$")
 
 
-class Folder:
+class Folder(ABC):
     """Where the files of a checkpoint lie."""
 
     path: Path
@@ -55,21 +56,21 @@ class Folder:
         """What is worth knowing of it, in words."""
         return ()
 
+    @abstractmethod
     def find(self, name: str) -> Path | None:
         """Return a file that can be read here, None if there is none of that name."""
-        raise NotImplementedError
 
     def has(self, name: str) -> bool:
         """Whether there is such a file; it need not be here yet."""
         return name in self.listing()
 
+    @abstractmethod
     def listing(self) -> list[str]:
         """Names of all files."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tensors(self, name: str) -> TensorFile:
         """Open a file of tensors that there is said to be. Raises DriftlabError if there is none of that name."""
-        raise NotImplementedError
 
 
 class LocalFolder(Folder):

@@ -202,9 +202,10 @@ def _default_of(ids: tuple[int, ...], num_layers: int | None) -> tuple[Counting,
     """Return the counting by which the ids are the default ones, and the depth of a target for which they are."""
     if len(ids) != 3:
         return None
-    for counting, shift in (("boundary", 0), ("output", 1)):
+    shifts: dict[Counting, int] = {"boundary": 0, "output": 1}
+    for counting, shift in shifts.items():
         states = tuple(i + shift for i in ids)
         depth = states[-1] + 3
         if is_default(states) and num_layers in (None, depth):
-            return counting, depth  # type: ignore[return-value]
+            return counting, depth
     return None

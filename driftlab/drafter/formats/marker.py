@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 from driftlab.drafter.formats.files import read_object
 from driftlab.errors import DriftlabError
+from driftlab.files import file_sha256
 
 MARKER = "driftlab_export.json"
 _WEIGHTS = "model.safetensors"
@@ -67,10 +67,7 @@ def _ascend(numbers: Any) -> bool:
 def _weights_digest(raw: Any) -> str | None:
     """Return the sha256 of model.safetensors; None if the tensors are read from other files."""
     path = raw.folder.find(_WEIGHTS) if raw.files == (_WEIGHTS,) else None
-    if path is None:
-        return None
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return None if path is None else file_sha256(path)
 
 
 def _written_ids(settings: dict[str, Any]) -> list[int] | None:

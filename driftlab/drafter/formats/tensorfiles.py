@@ -9,6 +9,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,17 +41,17 @@ class Info:
     shape: tuple[int, ...]
 
 
-class TensorFile:
+class TensorFile(ABC):
     """A file of named tensors."""
 
     @property
+    @abstractmethod
     def infos(self) -> dict[str, Info]:
         """Name -> dtype and shape, without reading the data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tensor(self, name: str) -> Tensor:
         """Read one tensor; it keeps no hold on the file."""
-        raise NotImplementedError
 
 
 class SafetensorsFile(TensorFile):
@@ -64,7 +65,7 @@ class SafetensorsFile(TensorFile):
         """See :class:`TensorFile`; a broken file is a DriftlabError."""
         try:
             with safe_open(self.path, "np") as file:  # "pt" would ask for memory of the file's size
-                views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
                 return {name: Info(view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
         except (SafetensorError, RuntimeError, OSError) as error:
             raise broken(self.path, "safetensors", error) from error
