@@ -21,6 +21,8 @@ from torch import Tensor
 from driftlab.drafter import Drafter, DraftState
 from driftlab.drafter.blocks import LayerKV
 from driftlab.errors import DriftlabError
+from driftlab.fused import FusedChain, not_finite
+from driftlab.kernels.backend import say_torch, wants_triton
 from driftlab.progress import Progress, silent
 from driftlab.sampling import Sampling
 from driftlab.segments import Starts, context_segments
@@ -165,10 +167,7 @@ def check_finite(state: DraftState) -> None:
     bad = (~state.normed.isfinite()).any(-1) & state.starts.valid
     if bool(bad.any()):
         batch, start = bad.nonzero()[0].tolist()
-        raise DriftlabError(
-            f"the draft state is not finite: sequence {state.starts.ids[batch]!r}, row {int(state.starts.rows[batch, start])}"
-            f", depth {state.depth}. Look for NaN or inf in the weights and in what hooks returned; half precision overflows"
-        )
+        raise not_finite(state.starts.ids[batch], int(state.starts.rows[batch, start]), state.depth)
 
 
 def text_at(batch: Batch, positions: Int[Tensor, "batch start"]) -> Int[Tensor, "batch start"]:
@@ -218,6 +217,7 @@ def all_starts(
     temperatures: Sequence[float] = (),
     top: int = 32,
     max_tokens: int = 2048,
+    backend: str | None = None,
     progress: Progress = silent,
 ) -> Draft:
     """Draft ``depth`` tokens from every row of the answers, t >= P - 1, one pass per depth.
@@ -231,6 +231,8 @@ def all_starts(
             none: arg-max drafts only.
         top: largest logits kept with it; any draft temperature is exact for a draft top_k up to so many.
         max_tokens: size of a batch; results do not depend on it beyond rounding.
+        backend: "auto" (the Triton attention kernel on CUDA), "torch", "triton"; default what ``drafter.using`` has set,
+            else "auto". Results do not depend on it beyond rounding.
         progress: called with ("drafting", done, sequences x K), before the first depth of all and after each depth of a batch.
     """
     check_depth(depth)
@@ -249,13 +251,14 @@ def all_starts(
     for batch in [data] if isinstance(data, Batch) else data.batches(max_tokens):
         batch = batch.to(device, dtype)
         tokens, kept = [], []
-        for state, drafted in unroll(drafter, batch, depth, feed=feed):
-            tokens.append(greedy_tokens(drafter, state.normed) if drafted is None else drafted)
-            if temperatures:
-                wanted = text_at(batch, state.starts.rows + state.depth + 1)
-                kept.append(_kept_logits(drafter, state.normed, wanted, temperatures, top))
-            done += len(batch)
-            progress("drafting", done, total)
+        with drafter.using(backend):
+            for state, drafted in unroll(drafter, batch, depth, feed=feed):
+                tokens.append(greedy_tokens(drafter, state.normed) if drafted is None else drafted)
+                if temperatures:
+                    wanted = text_at(batch, state.starts.rows + state.depth + 1)
+                    kept.append(_kept_logits(drafter, state.normed, wanted, temperatures, top))
+                done += len(batch)
+                progress("drafting", done, total)
         starts = batch.starts
         digests = tuple(text_digest(row[:n]) for row, n in zip(batch.tokens.cpu(), batch.lengths.tolist(), strict=True))
         drafted = torch.stack(tokens, -1).cpu()
@@ -271,7 +274,9 @@ class Chain:
     """One chain at a time, as deployed: context keys grow with verified rows, drafted keys are thrown away.
 
     Works on a batch of sequences of equal length so far. ``extend`` adds rows made from target states and drafts the
-    first token; ``draft`` continues it to depth K on the drafter's own feedback.
+    first token; ``draft`` continues it to depth K on the drafter's own feedback. ``backend``: "torch"; "triton" drafts by the
+    fused step kernels, as far as they can honour the drafter and its hooks (where not, a BackendWarning says why); "auto":
+    triton on CUDA.
     """
 
     def __init__(
@@ -281,8 +286,11 @@ class Chain:
         prompt_lengths: Sequence[int],
         sinks: Sequence[int] = (0,),
         ids: Sequence[str] | None = None,
+        backend: str = "auto",
     ) -> None:
         self.drafter = drafter
+        self.backend = backend
+        self._fused = FusedChain(drafter) if wants_triton(backend, drafter.device) else None
         self._ids = ("",) * len(prompt_lengths) if ids is None else tuple(ids)
         self.rows = 0
         self._prompt_lengths = torch.tensor(prompt_lengths, device=drafter.device)
@@ -310,7 +318,9 @@ class Chain:
             ids=self._ids,
         )
         self.drafter.hook_starts(starts, 0)
-        self._state = self.drafter.first(tokens, aux, starts, self._context)
+        with self.drafter.using(self.backend):
+            fused = None if self._fused is None else self._fused.fuse(aux)
+            self._state = self.drafter.first(tokens, aux, starts, self._context, fused)
         self._context = [LayerKV(kv.k, kv.v) for kv in self._state.kv]
         self.rows = total
 
@@ -321,7 +331,17 @@ class Chain:
         ``choose``: given draft logits [batch draft_vocab], returns draft ids [batch].
         """
         check_depth(depth)
-        state, tokens = self.take(), []
+        state = self.take()
+        if self._fused is not None:
+            why = "the tokens are sampled one by one" if choose else self._fused.refuses(len(state.starts.rows))
+            if not why:
+                return self._fused.draft(state, depth)
+            say_torch("a chain's step", why)
+        with self.drafter.using(self.backend):
+            return self._by_modules(state, depth, choose)
+
+    def _by_modules(self, state: DraftState, depth: int, choose: Callable[[Tensor], Tensor] | None) -> Tensor:
+        tokens: list[Tensor] = []
         while True:
             check_finite(state)
             if choose is None:
@@ -330,9 +350,8 @@ class Chain:
                 chosen = choose(self.drafter.logits(state.normed[:, 0]))
                 tokens.append(self.drafter.to_target(chosen)[:, None])
             if len(tokens) == depth:
-                break
+                return torch.cat(tokens, 1)
             state = self.drafter.next(state, tokens[-1])
-        return torch.cat(tokens, 1)
 
     def take(self) -> DraftState:
         """Return the state at depth 1 after the last ``extend``, for one draft: its own keys grow in place.
@@ -346,8 +365,13 @@ class Chain:
         return state
 
 
-def chain(drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: int) -> Int[Tensor, "batch depth"]:
-    """Draft one chain per sequence, from row ``rows[b]``, token by token. Equals ``all_starts(feed="own")`` there."""
+def chain(
+    drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: int, *, backend: str = "auto"
+) -> Int[Tensor, "batch depth"]:
+    """Draft one chain per sequence, from row ``rows[b]``, token by token. Equals ``all_starts(feed="own")`` there.
+
+    ``backend``: see :class:`Chain`.
+    """
     check_fits(drafter, batch)
     batch = batch.to(drafter.device, drafter.dtype)
     rows = torch.as_tensor(rows, device=batch.tokens.device)
@@ -356,7 +380,9 @@ def chain(drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: i
     if bool((rows < 0).any()) or bool((rows > batch.lengths - 2).any()):
         raise DriftlabError(f"rows {rows.tolist()}: row t needs token t + 1, so 0 <= t <= length - 2")
     last = int(rows.max()) + 1
-    session = Chain(drafter, prompt_lengths=batch.prompt_lengths.tolist(), sinks=batch.sinks, ids=batch.ids)
+    session = Chain(
+        drafter, prompt_lengths=batch.prompt_lengths.tolist(), sinks=batch.sinks, ids=batch.ids, backend=backend
+    )
     session.extend(batch.tokens[:, 1 : last + 1], read_states(drafter, batch)[:, :last], rows)
     return session.draft(depth)
 

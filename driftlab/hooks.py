@@ -26,6 +26,7 @@ class HookPoint(nn.Module):
         super().__init__()
         self.name = ""
         self.depth = 0
+        self._readers = 0
 
     def forward(self, value: Any, depth: int) -> Any:
         """Return ``value`` and remember ``depth`` (1..K; 0 for what belongs to no depth) for the hooks."""
@@ -36,6 +37,22 @@ class HookPoint(nn.Module):
     def watched(self) -> bool:
         """Whether anybody listens: what costs time to compute is computed only then."""
         return bool(self._forward_hooks)
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether a hook is attached that may replace the value: any that was not attached with ``read_only``."""
+        return len(self._forward_hooks) > self._readers
+
+    @contextmanager
+    def listening(self, function: HookFunction, *, read_only: bool) -> Iterator[None]:
+        """Attach ``function(value, hook)`` for the block; with ``read_only`` what it returns is ignored."""
+        handle = self.register_forward_hook(_reading(function) if read_only else _adapt(function))
+        self._readers += read_only
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._readers -= read_only
 
 
 class ActivationCache(dict[tuple[str, int], Any]):
@@ -89,13 +106,17 @@ class HookedModule(nn.Module):
         return selected
 
     @contextmanager
-    def hooks(self, fwd_hooks: Sequence[tuple[NamesFilter, HookFunction]]) -> Iterator[HookedModule]:
-        """Attach ``(names, fn)`` pairs for the block. ``fn(value, hook)`` may return a replacement, or None."""
+    def hooks(
+        self, fwd_hooks: Sequence[tuple[NamesFilter, HookFunction]], *, read_only: bool = False
+    ) -> Iterator[HookedModule]:
+        """Attach ``(names, fn)`` pairs for the block. ``fn(value, hook)`` may return a replacement, or None.
+
+        ``read_only``: what they return is ignored. A fused kernel can serve such hooks, not one that may replace a value.
+        """
         with ExitStack() as stack:
             for names, function in fwd_hooks:
                 for point in self.select_hooks(names):
-                    handle = point.register_forward_hook(_adapt(function))
-                    stack.callback(handle.remove)
+                    stack.enter_context(point.listening(function, read_only=read_only))
             yield self
 
     def run_with_hooks(
@@ -123,8 +144,16 @@ class HookedModule(nn.Module):
             if isinstance(value, torch.Tensor):
                 cache.setdefault((hook.name, hook.depth), []).append(value.detach())
 
-        result = self.run_with_hooks(*args, fwd_hooks=[(names_filter, keep)], run=run, **kwargs)
+        with self.hooks([(names_filter, keep)], read_only=True):
+            result = self(*args, **kwargs) if run is None else run(self, *args, **kwargs)
         return result, cache
+
+
+def _reading(function: HookFunction) -> Callable[[nn.Module, Any, Any], Any]:
+    def hook(module: nn.Module, _args: Any, output: Any) -> None:
+        function(output, module)
+
+    return hook
 
 
 def _adapt(function: HookFunction) -> Callable[[nn.Module, Any, Any], Any]:

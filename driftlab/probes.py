@@ -84,7 +84,7 @@ class Probe(ABC):
         return as_rows(records, **{**known, **settings})
 
     def _watch(self, names: Any, function: Any) -> None:
-        self._stack.enter_context(self.drafter.hooks([(names, function)]))
+        self._stack.enter_context(self.drafter.hooks([(names, function)], read_only=True))
 
     def _on_starts(self, starts: Starts, hook: HookPoint) -> None:
         self._starts = starts

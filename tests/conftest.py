@@ -5,13 +5,27 @@ The package is imported inside fixtures and tests only after the hook is install
 
 from __future__ import annotations
 
-import pytest
-from jaxtyping import install_import_hook
+import os
+from pathlib import Path
 
-_HOOK = install_import_hook("driftlab", "beartype.beartype")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # two threads make each small product of Triton's interpreter slow
+
+import pytest  # noqa: E402
+import torch  # noqa: E402  (does not import triton)
+from jaxtyping import install_import_hook  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
+_HERE = Path(__file__).parents[1] / "driftlab"
+# Triton compiles the source of its functions: those of *_kernels.py cannot be wrapped
+_CHECKED = [
+    f"driftlab.{path.relative_to(_HERE).with_suffix('').as_posix().replace('/', '.')}"
+    for path in _HERE.rglob("*.py")
+    if path.stem not in ("__init__", "__main__") and not path.stem.endswith("_kernels")
+]
+_HOOK = install_import_hook(_CHECKED, "beartype.beartype")
 _HOOK.__enter__()
-
-import torch  # noqa: E402
 
 # tiny tensors: threads of one operation would only wait for each other
 torch.set_num_threads(1)

@@ -159,13 +159,16 @@ def test_blocks_of_any_size_give_the_same(block):
 
 
 def test_the_block_follows_from_the_memory_allowed(monkeypatch):
+    """Where statistics carry gradients, the specification runs in blocks."""
     from driftlab import attention
+    from driftlab.kernels import reference
 
     case, scale = random_case()
+    case["q"].requires_grad_()
     whole = run(case, scale)
     seen = []
-    original = attention._attend_block
-    monkeypatch.setattr(attention, "_attend_block", lambda q, *rest: seen.append(q.shape[2]) or original(q, *rest))
+    original = reference.attend
+    monkeypatch.setattr(reference, "attend", lambda problem: seen.append(problem.q.shape[2]) or original(problem))
     monkeypatch.setattr(attention, "BLOCK_BYTES", 2 * 4 * 2 * 4 * (9 + 2))
     same(run(case, scale), {name: getattr(whole, name) for name in FIELDS}, atol=1e-14)
     assert seen == [2, 2, 1]
@@ -310,8 +313,7 @@ def test_training_keeps_no_map_of_all_starts():
         kept.append(max(sizes.values()))
         grads.append(torch.autograd.grad(out.square().sum(), list(inputs.values())))
     one_map = 2 * 4 * 64 * 65
-    assert kept[0] >= one_map
-    assert kept[1] < one_map / 2
+    assert max(kept) < one_map / 2
     for whole, blocks in zip(*grads, strict=True):
         torch.testing.assert_close(whole, blocks, rtol=1e-9, atol=1e-12)
 

@@ -46,7 +46,8 @@ class LayerKV:
 
 
 class Attention(nn.Module, ABC):
-    """What the blocks share. ``controls`` and ``recent_windows`` are set, for a ``with`` block, by interventions and probes;
+    """What the blocks share. ``controls``, ``recent_windows`` and ``backend`` are set for a ``with`` block by interventions,
+    probes and executors;
     the ``hook_mass`` ... points carry statistics and are computed only while somebody listens.
     """
 
@@ -59,6 +60,7 @@ class Attention(nn.Module, ABC):
         self.scale = 1.0
         self.gate: nn.Module | None = None
         self.controls = Controls()
+        self.backend = "auto"
         self.recent_windows: tuple[int, ...] = ()
         self.hook_q = HookPoint()  # [batch start head d_head], after rotary
         self.hook_k = HookPoint()  # [batch row kv_head d_head], after rotary; rows at depth 1, starts deeper
@@ -109,6 +111,7 @@ class Attention(nn.Module, ABC):
             valid=starts.valid,
             controls=self.controls,
             stats=self._stats(),
+            backend=self.backend,
         )
         self._publish(result, depth)
         out = rearrange(self.hook_out(rearrange(result.out, "b h s d -> b s h d"), depth), "b s h d -> b s (h d)")

@@ -14,7 +14,8 @@ arXiv 2605.09992.)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from driftlab.drafter.layers import Layer, first_layer
 from driftlab.drafter.norms import RMSNorm
 from driftlab.errors import DriftlabError
 from driftlab.hooks import HookedModule, HookPoint
+from driftlab.kernels.backend import wants_triton
 from driftlab.segments import Starts
 from driftlab.trajectory import TargetHead
 
@@ -178,6 +180,27 @@ class Drafter(HookedModule):
         """What the weights are, and what states are computed in."""
         return self.layers[0].input_layernorm.weight.dtype
 
+    @contextmanager
+    def using(self, backend: str | None) -> Iterator[None]:
+        """Attend with a backend, "auto" (the default), "torch" or "triton", for the block; None: as it is set.
+
+        See :func:`driftlab.attention.attend`.
+
+        Raises:
+            DriftlabError: a backend that is not known or not there.
+        """
+        if backend is not None:
+            wants_triton(backend, self.device)
+        blocks = [layer.self_attn for layer in self.layers]
+        before = [block.backend for block in blocks]
+        for block in blocks:
+            block.backend = backend or block.backend
+        try:
+            yield
+        finally:
+            for block, earlier in zip(blocks, before, strict=True):
+                block.backend = earlier
+
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -244,17 +267,19 @@ class Drafter(HookedModule):
         aux: Float[Tensor, "batch row aux d_target"],
         starts: Starts,
         past: list[LayerKV] | None = None,
+        fused: Float[Tensor, "batch row d_model"] | None = None,
     ) -> DraftState:
         """Depth 1 over new context rows: ``tokens[:, i]`` is the token *after* the position of state ``aux[:, i]``.
 
-        ``past``: keys of the rows before. Outputs are for ``starts.rows`` only (absolute rows, among the new ones).
+        ``past``: keys of the rows before. ``fused``: what :meth:`fuse` makes of ``aux``, if a kernel made it already. Outputs
+        are for ``starts.rows`` only (absolute rows, among the new ones).
         """
         offset = 0 if past is None else past[0].k.shape[2]
         batch, rows = tokens.shape
         positions = (offset + torch.arange(rows, device=tokens.device)).expand(batch, rows)
         counted = torch.zeros_like(positions).scatter_add(1, starts.rows - offset, starts.valid.long()) > 0
         every = Starts(positions, counted, starts.segments, starts.ids)
-        embed, hidden, kv = self.embed(tokens), self.fuse(aux), []
+        embed, hidden, kv = self.embed(tokens), self.fuse(aux) if fused is None else fused, []
         if self.config.zero_first_embedding:
             embed = embed.masked_fill((positions == 0)[..., None], 0.0)
         for index, layer in enumerate(self.layers):
