@@ -45,8 +45,8 @@ def wants_triton(backend: str, device: torch.device) -> bool:
         raise DriftlabError('backend "triton": triton is not installed; pip install "driftlab[gpu]", or use "torch"')
     if device.type != "cuda" and not interpreted():
         raise DriftlabError(
-            f'backend "triton" on {device.type}: kernels run on CUDA devices. Use "torch" or "auto"; to try the kernels without '
-            "a GPU, slowly, start Python with TRITON_INTERPRET=1"
+            f'backend "triton" on {device.type}: kernels run on CUDA devices. Use "torch" or "auto"; to try the kernels '
+            "without a GPU, slowly, start Python with TRITON_INTERPRET=1"
         )
     return True
 

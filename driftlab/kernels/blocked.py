@@ -17,6 +17,7 @@ times the scale, which is folded into q. Half inputs are widened tile by tile, a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,8 +88,13 @@ def attend(problem: Problem, block: int | None = None) -> Attended:
             answer += (grouped[..., tile.keys :, None] * own_v).sum(-2).view(answer.shape)
         share = spread = None
         if mass is not None:
-            share = torch.bmm(e[..., : tile.keys], tile.of(tile.part.one_hot))
-            share[..., int(Segment.SELF)] += e[..., tile.keys :].sum(-1)
+            segment = tile.only_segment
+            if segment is None:
+                share = torch.bmm(e[..., : tile.keys], tile.of(tile.part.one_hot))
+                share[..., int(Segment.SELF)] += e[..., tile.keys :].sum(-1)
+            else:
+                share = seen.new_zeros(*seen.shape[:2], len(Segment))
+                share[..., segment] = seen[..., 0]
         if entropy is not None:
             spread = x.mul_(e).sum(-1, keepdim=True)
         now = _Sums(top, base, seen, answer, share, spread)
@@ -204,6 +210,8 @@ class _Part:
     sink: Tensor | None
     window: int
     carried: int
+    ends: list[int]
+    """where the segment changes along the context, if there is one sequence and it was looked at"""
 
     @property
     def own(self) -> int:
@@ -252,6 +260,15 @@ class _Tile:
     def keys(self) -> int:
         """Number of context keys."""
         return self.pieces[-1][1].stop
+
+    @property
+    def only_segment(self) -> int | None:
+        """The segment that all keys are of, where that is known: its mass is the sum of all."""
+        ends, piece = self.part.ends, self.pieces[0][0]
+        if not ends or self.own or len(self.pieces) > 1 or piece.start == piece.stop:
+            return None
+        place = bisect_right(ends, piece.start)
+        return int(self.part.one_hot[0, piece.start].argmax()) if ends[place] >= piece.stop else None
 
     @property
     def sink(self) -> Tensor | None:
@@ -367,6 +384,10 @@ def _part(problem: Problem, sequences: slice, kv: slice, wide: torch.dtype) -> _
 
     k, v = (t[sequences, kv].flatten(0, 1).to(wide) for t in (problem.context_k, problem.context_v))
     one_hot = bias = None
+    ends: list[int] = []
+    if problem.stats.mass and len(problem.segments[sequences]) == 1 and k.device.type == "cpu":
+        (segment,) = problem.segments[sequences]
+        ends = [*((segment.diff() != 0).nonzero()[:, 0] + 1).tolist(), len(segment)]
     if problem.stats.mass or controls.bias is not None:
         segments = problem.segments[sequences, :, None]
         one_hot = k.new_zeros(*segments.shape[:2], len(Segment)).scatter_(-1, segments.long(), 1)
@@ -388,7 +409,7 @@ def _part(problem: Problem, sequences: slice, kv: slice, wide: torch.dtype) -> _
         **{"own_k": problem.own_k[sequences, kv], "own_v": problem.own_v[sequences, kv]},
         **{"rows": problem.rows[sequences], "place": torch.arange(problem.context_k.shape[2], device=k.device)},
         **{"bias": bias, "drop": drop, "factor": factor, "sink": sink},
-        **{"window": problem.window, "carried": problem.carried},
+        **{"window": problem.window, "carried": problem.carried, "ends": ends},
     )
 
 

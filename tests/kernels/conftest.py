@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 if INTERPRETED:
-    import interp_bf16
+    from kernels import interp_bf16
 
     interp_bf16.install()
 

@@ -10,8 +10,9 @@ import sys
 import warnings
 
 import pytest
-import replay_cases as cases
 import torch
+
+from kernels import replay_cases as cases
 
 pytestmark = pytest.mark.usefixtures("trapped")
 
