@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from driftlab.attention import Controls
 from driftlab.drafter import Drafter, DraftState
 from driftlab.errors import DriftlabError
 from driftlab.hooks import HookPoint
@@ -16,7 +15,6 @@ from driftlab.kernels import chain as kernels
 from driftlab.kernels.problem import Problem
 from driftlab.kernels.recent import recent_mass
 
-MAX_BATCH = 16
 _ATTENTION = "layers.0.self_attn"
 STATISTICS = tuple(f"{_ATTENTION}.hook_{name}" for name in ("mass", "entropy", "recent"))
 SERVED = (*STATISTICS, f"{_ATTENTION}.hook_visible", "layers.0.hook_resid", "hook_normed", "hook_feedback")
@@ -35,17 +33,17 @@ class FusedChain:
 
     def refuses(self, batch: int) -> str:
         """Return why chains of so many sequences cannot be drafted by the kernels now; empty if they can."""
-        if batch > MAX_BATCH:
-            return f"batch {batch}: the step kernels take at most {MAX_BATCH} sequences"
+        if batch > kernels.MOST:
+            return f"batch {batch}: the step kernels take at most {kernels.MOST} sequences"
         return kernels.refuses(self.drafter) or _watched(self.drafter)
 
     def fuse(self, aux: Float[Tensor, "batch row aux d_target"]) -> Float[Tensor, "batch row d_model"] | None:
         """Return the fusion of a few new rows by its kernel; None where the module is to do it, for size, kind or hooks."""
         drafter = self.drafter
-        if aux.shape[0] * aux.shape[1] > MAX_BATCH or kernels.refuses(drafter) or not drafter.config.aux_layers:
+        if aux.shape[0] * aux.shape[1] > kernels.MOST or kernels.refuses(drafter) or not drafter.config.aux_layers:
             return None
-        parts = {"fusion": drafter.fusion, "fc": drafter.fc, "fc_norm": drafter.fc_norm}
-        modules = [module for part in parts.values() for module in part.modules()]
+        parts = (drafter.fusion, drafter.input_norm, drafter.fc_norm, drafter.fc)
+        modules = [module for part in parts for module in part.modules()]
         if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
             return None
         return kernels.fuse(drafter, aux)
@@ -56,7 +54,8 @@ class FusedChain:
         probes = any(point[name].watched for name in STATISTICS)
         (kv,), starts = state.kv, state.starts
         context, batch = kv.k.shape[2], len(starts.rows)
-        needed = (batch, depth, probes, self.drafter.dtype, self.drafter.device)
+        attention = self.drafter.layers[0].self_attn  # window and scale are constants of the compiled kernel
+        needed = (batch, depth, probes, self.drafter.dtype, self.drafter.device, attention.window, attention.scale)
         if self._kernels is None or needed != self._made_for or context + depth > self._kernels.capacity:
             capacity = 1 << (context + depth).bit_length()
             self._kernels = kernels.StepKernels(self.drafter, batch, capacity, depth, probes=probes)
@@ -119,11 +118,10 @@ def not_finite(sequence: str, row: int, depth: int) -> DriftlabError:
 
 
 def _watched(drafter: Drafter) -> str:
-    """Which hook or control the kernels cannot honour, in words."""
-    for index, layer in enumerate(drafter.layers):
-        if layer.self_attn.controls != Controls():
-            return f"the controls of layer {index}'s attention are set"
+    """Which hook the kernels cannot honour, in words."""
     for name, module in drafter.named_modules():
+        if module._forward_pre_hooks or (module._forward_hooks and not isinstance(module, HookPoint)):
+            return f"a hook is attached to the module {name or 'itself'}, which the fused step does not run"
         if isinstance(module, HookPoint):
             if not module.watched or name.startswith(_BEFORE):
                 continue
@@ -131,6 +129,4 @@ def _watched(drafter: Drafter) -> str:
                 return f"{name} is watched, and the fused step does not make it"
             if module.replaceable:
                 return f"a hook on {name} may replace its value (attach it with read_only=True if it only looks)"
-        elif module._forward_hooks or module._forward_pre_hooks:
-            return f"a hook is attached to the module {name or 'itself'}, which the fused step does not run"
     return ""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlab.kernels.problem import Attended, Problem
+from driftlab.kernels.problem import Attended, Problem, visible_keys
 from driftlab.kernels.reference import refuse_blind
 from driftlab.segments import Segment
 
@@ -62,7 +62,7 @@ def attend(problem: Problem, block: int | None = None) -> Attended:
     entropy = torch.empty_like(lse) if stats.entropy else None
     recent = q.new_empty(batch, heads, starts, len(stats.recent), dtype=wide) if stats.recent else None
     columns = q.new_zeros(batch, heads, context, dtype=wide) if stats.columns else None
-    visible = _visible(problem)
+    visible = visible_keys(problem)
     second = _Buffer(q, wide)  # the entropy alone needs scores and their exponentials together
     sums: Any = None
     # the last two statistics want the denominator before the scores are gone: all keys in one piece
@@ -464,16 +464,6 @@ def _newest(tile: _Tile, grouped: Tensor, most: int) -> Tensor:
     there = place[column] == back
     context = grouped[..., : tile.keys].gather(-1, column[:, None, None].expand(*tile.shape, -1))
     return torch.cat([grouped[..., tile.keys :].flip(-1), context.masked_fill(~there[:, None, None], 0)], -1)
-
-
-def _visible(problem: Problem) -> Tensor:
-    """[batch start]: number of keys seen, dropped ones not yet taken off."""
-    rows, own, window, context = problem.rows, problem.own, problem.window, problem.context_k.shape[2]
-    seen = (rows + 1).clamp(0, context)
-    if not window:
-        return seen + own
-    outside = (rows + own - window + 1).minimum(seen) - problem.carried
-    return seen - outside.clamp(min=0) + min(own, window)
 
 
 def _keys_of(tensor: Tensor, pieces: list[tuple[slice, slice]]) -> Tensor:

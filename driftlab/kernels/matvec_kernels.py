@@ -82,7 +82,7 @@ def accumulate(acc, p_w, m_n, p_x, m_b, gain, b_rstd, K: tl.constexpr, BK: tl.co
 @triton.jit
 def reduced(acc, DOT: tl.constexpr):
     """Return the products [BM, BN] in float32."""
-    if DOT:  # noqa: SIM108
+    if DOT:  # noqa: SIM108 (the two have different shapes)
         b_y = tl.trans(acc)
     else:
         b_y = tl.sum(acc, 2)

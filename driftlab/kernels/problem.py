@@ -106,3 +106,13 @@ def controls_at(controls: Controls, span: slice) -> Controls:
     if isinstance(scaling, Tensor) and scaling.ndim and scaling.shape[-1] > 1:
         scaling = scaling[..., span]
     return Controls(bias=bias, drop=drop, score_scale=scaling)
+
+
+def visible_keys(problem: Problem) -> Tensor:
+    """Return the number of keys seen, [batch start], in closed form; dropped ones are counted."""
+    rows, own, window, context = problem.rows, problem.own, problem.window, problem.context_k.shape[2]
+    seen = (rows + 1).clamp(0, context)
+    if not window:
+        return seen + own
+    outside = (rows + own - window + 1).minimum(seen) - problem.carried
+    return seen - outside.clamp(min=0) + min(own, window)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from driftlab.errors import DriftlabError
 from driftlab.kernels import blocked, configs
-from driftlab.kernels.problem import Attended, Problem
+from driftlab.kernels.problem import Attended, Problem, visible_keys
 from driftlab.kernels.recent import recent_mass
 from driftlab.segments import Segment
 
@@ -77,7 +77,7 @@ def attend(problem: Problem) -> Attended:
         lse=lse,
         mass=mass if problem.stats.mass else None,
         entropy=entropy if problem.stats.entropy else None,
-        visible=_visible(problem),
+        visible=visible_keys(problem),
         recent=recent_mass(problem, lse, problem.stats.recent) if problem.stats.recent else None,
         columns=None,
     )
@@ -102,7 +102,7 @@ def runs(segments: Tensor, carried: int, by_segment: bool = True) -> Tensor:
     version, kept = getattr(segments, "_driftlab_runs", (-1, {}))
     if version != segments._version:
         kept = {}
-        segments._driftlab_runs = segments._version, kept  # type: ignore[attr-defined]
+        segments._driftlab_runs = segments._version, kept
     if key not in kept:
         kept[key] = _runs(segments, carried, by_segment)
     return kept[key]
@@ -173,13 +173,3 @@ def _controls(problem: Problem) -> tuple[Tensor | None, Tensor | None, float]:
 
 def _last_axis_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def _visible(problem: Problem) -> Tensor:
-    """[batch start]: number of keys seen, in closed form."""
-    rows, own, window = problem.rows, problem.own, problem.window
-    upto = (rows + 1).clamp(max=problem.context_k.shape[2])
-    if not window:
-        return upto + own
-    windowed = upto - (rows + own - window + 1).clamp(min=problem.carried)
-    return windowed.clamp(min=0) + upto.clamp(max=problem.carried) + min(own, window)

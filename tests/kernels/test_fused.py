@@ -81,11 +81,19 @@ def plain_hook(drafter):
     handle.remove()
 
 
+@contextlib.contextmanager
+def pre_hook(drafter):
+    handle = drafter.layers[0].hook_resid.register_forward_pre_hook(lambda module, args: (args[0] * 0 + 1, args[1]))
+    yield
+    handle.remove()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (controls, "controls of layer 0|interventions on the scores"),
+        (controls, "interventions on the scores"),
         (plain_hook, "attached to the module layers.0.mlp"),
+        (pre_hook, "attached to the module layers.0.hook_resid"),
         (lambda d: d.hooks([("hook_feedback", lambda v, hook: v * 2)]), "hook_feedback may replace its value"),
         (lambda d: d.hooks([("hook_mlp_out", lambda v, hook: v * 2)]), "hook_mlp_out is watched"),
         (lambda d: d.hooks([("hook_k", lambda v, hook: None)], read_only=True), "hook_k is watched"),
