@@ -24,7 +24,7 @@ from driftlab.errors import DriftlabError
 from driftlab.fused import FusedChain, not_finite
 from driftlab.kernels.backend import say_torch, wants_triton
 from driftlab.progress import Progress, silent
-from driftlab.sampling import Sampling
+from driftlab.sampling import Sampling, draw
 from driftlab.segments import Starts, context_segments
 from driftlab.trajectory import Batch, Trajectory
 
@@ -325,30 +325,63 @@ class Chain:
         self.rows = total
 
     @torch.no_grad()
-    def draft(self, depth: int, choose: Callable[[Tensor], Tensor] | None = None) -> Int[Tensor, "batch depth"]:
-        """Draft ``depth`` tokens (target ids) after the last ``extend``: arg max, or what ``choose`` takes.
-
-        ``choose``: given draft logits [batch draft_vocab], returns draft ids [batch].
-        """
+    def draft(self, depth: int) -> Int[Tensor, "batch depth"]:
+        """Draft the ``depth`` most probable tokens (target ids), one after the other, after the last ``extend``."""
         check_depth(depth)
         state = self.take()
-        if self._fused is not None:
-            why = "the tokens are sampled one by one" if choose else self._fused.refuses(len(state.starts.rows))
-            if not why:
-                return self._fused.draft(state, depth)
-            say_torch("a chain's step", why)
+        if self._by_kernels(self._refusal(state)):
+            return self._fused.draft(state, depth)
         with self.drafter.using(self.backend):
-            return self._by_modules(state, depth, choose)
+            return self._by_modules(state, depth, lambda step, normed: greedy_tokens(self.drafter, normed))
 
-    def _by_modules(self, state: DraftState, depth: int, choose: Callable[[Tensor], Tensor] | None) -> Tensor:
+    @torch.no_grad()
+    def sample(
+        self, depth: int, drafting: Sampling, uniforms: Float[Tensor, "batch depth"]
+    ) -> tuple[Int[Tensor, "batch depth"], Float[Tensor, "batch depth draft_vocab"]]:
+        """Draft ``depth`` tokens drawn by chance; return them (target ids) and the processed q that each was drawn from.
+
+        ``uniforms`` in [0, 1): a token is where the cumulative distribution over the draft ids passes its number. q is float64;
+        the kernels sum it in float32, so where a number lies within rounding of a step they may take the neighbour.
+
+        Raises:
+            DriftlabError: a temperature of 0: that is :meth:`draft`.
+        """
+        check_depth(depth)
+        if drafting.temperature == 0:
+            raise DriftlabError("draft temperature 0 is the arg max, for which no number is drawn: call draft()")
+        state = self.take()
+        if tuple(uniforms.shape) != (len(state.starts.rows), depth):
+            raise DriftlabError(
+                f"uniforms {list(uniforms.shape)}: one number for each token is wanted, [{len(state.starts.rows)}, {depth}]"
+            )
+        cut = "top_k or top_p cuts the draft distribution" if drafting.top_k or drafting.top_p < 1 else ""
+        if self._by_kernels(cut or self._refusal(state)):
+            tokens, logits = self._fused.sample(state, depth, drafting.temperature, uniforms)
+            return tokens, torch.stack([drafting.process(x.double()) for x in logits.unbind(1)], 1)
+        kept: list[Tensor] = []
+
+        def drawn(step: int, normed: Tensor) -> Tensor:
+            kept.append(drafting.process(self.drafter.logits(normed[:, 0]).double()))
+            return self.drafter.to_target(draw(kept[-1], uniforms[:, step].to(normed.device))[:, None])
+
+        with self.drafter.using(self.backend):
+            return self._by_modules(state, depth, drawn), torch.stack(kept, 1)
+
+    def _refusal(self, state: DraftState) -> str:
+        return "" if self._fused is None else self._fused.refuses(len(state.starts.rows))
+
+    def _by_kernels(self, why: str) -> bool:
+        """Whether the fused step drafts; where it was asked for and cannot, say why."""
+        if self._fused is not None and why:
+            say_torch("a chain's step", why)
+        return self._fused is not None and not why
+
+    def _by_modules(self, state: DraftState, depth: int, choose: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Draft by the modules; ``choose(step, normed [batch 1 d_model])`` gives the token [batch 1] of step 0..depth-1."""
         tokens: list[Tensor] = []
         while True:
             check_finite(state)
-            if choose is None:
-                tokens.append(greedy_tokens(self.drafter, state.normed))
-            else:
-                chosen = choose(self.drafter.logits(state.normed[:, 0]))
-                tokens.append(self.drafter.to_target(chosen)[:, None])
+            tokens.append(choose(len(tokens), state.normed))
             if len(tokens) == depth:
                 return torch.cat(tokens, 1)
             state = self.drafter.next(state, tokens[-1])

@@ -50,6 +50,16 @@ class FusedChain:
 
     def draft(self, state: DraftState, depth: int) -> Int[Tensor, "batch depth"]:
         """Draft ``depth`` tokens (target ids) from a state at depth 1 with one start a sequence, and tell the hooks."""
+        return self._run(state, depth).tokens.clone()  # the next round writes its buffer again
+
+    def sample(
+        self, state: DraftState, depth: int, temperature: float, uniforms: Float[Tensor, "batch depth"]
+    ) -> tuple[Int[Tensor, "batch depth"], Float[Tensor, "batch depth draft_vocab"]]:
+        """Draw tokens at a temperature above 0, each with its number in [0, 1); also return the logits they were drawn by."""
+        made = self._run(state, depth, temperature, uniforms)
+        return made.tokens.clone(), made.logits.clone()
+
+    def _run(self, state: DraftState, depth: int, temperature: float = 0.0, uniforms: Tensor | None = None) -> Any:
         point = self.drafter.hook_dict
         probes = any(point[name].watched for name in STATISTICS)
         (kv,), starts = state.kv, state.starts
@@ -61,7 +71,9 @@ class FusedChain:
             self._kernels = kernels.StepKernels(self.drafter, batch, capacity, depth, probes=probes)
             self._made_for = needed
         made = self._kernels.draft(
-            kv, state.feedback[:, 0], state.normed[:, 0], starts.rows[:, 0], starts.segments, depth
+            *(kv, state.feedback[:, 0], state.normed[:, 0], starts.rows[:, 0], starts.segments, depth),
+            uniforms=uniforms,
+            temperature=temperature,
         )
         bad = (~made.normed.isfinite()).any(-1)
         if bool(bad.any()):
@@ -69,7 +81,7 @@ class FusedChain:
             raise not_finite(starts.ids[sequence], int(starts.rows[sequence, 0]), at + 1)
         for k in range(2, depth + 1):
             self._tell(made, state, k)
-        return made.tokens.clone()  # the next round writes its buffer again
+        return made
 
     def _tell(self, made: Any, state: DraftState, depth: int) -> None:
         """Pass what the kernels left of depth ``depth`` >= 2 to the hook points."""

@@ -165,11 +165,10 @@ class _Loop:
     def round(self, depth: int) -> None:
         """Draft, verify, commit."""
         row, began = self.chain.rows - 1, self._now()
-        self.q: list[Tensor] = []
-        drafts = self.chain.draft(depth, None if self.drafting is None else self._sample_draft)[0].tolist()
+        drafts, q = self._draft(depth)
         drafted = self._now()
         logits, aux = self._forward([self.answer[-1], *drafts], self.committed)
-        accepted, last = self._verify(drafts, logits)
+        accepted, last = self._verify(drafts, q, logits)
         emitted = [*drafts[:accepted], last]
         kept = self._emit(emitted)
         end = "bonus" if kept == len(emitted) else "eos" if self.answer[-1] in self.eos else "cut"
@@ -223,26 +222,27 @@ class _Loop:
         crop(self.cache, len(ids))
         return self.adapter.logits(hidden)[0]
 
-    def _verify(self, drafts: list[int], logits: Float[Tensor, "token vocab"]) -> tuple[int, int]:
+    def _verify(
+        self, drafts: list[int], q: Float[Tensor, "depth vocab"] | None, logits: Float[Tensor, "token vocab"]
+    ) -> tuple[int, int]:
         """Return how many drafts are accepted, and the token that follows them."""
         if self.sampling.temperature == 0 and self.drafting is None:
             choice = logits.argmax(-1).tolist()
             accepted = next((i for i, token in enumerate(drafts) if token != choice[i]), len(drafts))
             return accepted, choice[accepted]
         p = self.sampling.process(logits).double().cpu()
-        if self.drafting is None:
+        if q is None:
             q = torch.nn.functional.one_hot(torch.tensor(drafts), p.shape[1]).double()
-        else:
-            q = torch.stack(self.q)
         return self.decide(drafts, p, q)
 
-    def _sample_draft(self, logits: Float[Tensor, "one draft_vocab"]) -> Tensor:
-        """Draw a draft id, and keep q over the target's vocabulary."""
-        q = self.drafting.process(logits.double())
-        wide = q.new_zeros(self.drafter.config.vocab_size).index_copy_(0, self.drafter.draft_vocab, q[0])
-        self.q.append(wide.cpu())
-        u = torch.rand(1, generator=self.draft_dice, dtype=torch.float64)
-        return draw(q.cpu(), u).to(logits.device)
+    def _draft(self, depth: int) -> tuple[list[int], Float[Tensor, "depth vocab"] | None]:
+        """Draft a chain; of drafts drawn by chance also q over the target's vocabulary."""
+        if self.drafting is None:
+            return self.chain.draft(depth)[0].tolist(), None
+        uniforms = torch.rand(1, depth, generator=self.draft_dice, dtype=torch.float64)
+        tokens, q = self.chain.sample(depth, self.drafting, uniforms)
+        wide = q.new_zeros(depth, self.drafter.config.vocab_size).index_copy_(1, self.drafter.draft_vocab, q[0])
+        return tokens[0].tolist(), wide.cpu()
 
     def _choose(self, logits: Float[Tensor, "one vocab"]) -> int:
         """Take the target's own next token."""

@@ -93,7 +93,8 @@ def _is_one(value: Tensor | float) -> bool:
 class Drafted:
     """What a chain drafted. Tensors are views of buffers that the next ``draft`` writes again.
 
-    ``tokens [batch depth]``: target ids; ``logits_max``, ``lse [batch depth]`` over the draft vocabulary; ``normed``,
+    ``tokens [batch depth]``: target ids; ``logits_max``, ``lse [batch depth]`` over the draft vocabulary; ``logits [batch depth
+    draft_vocab]`` float32, of tokens drawn by chance; ``normed``,
     ``feedback [batch depth d_model]``; of depths >= 2: ``resid [batch depth-1 d_model]``, ``q [batch head depth-1 d_head]``
     and, with probes, ``mass [batch head depth-1 seg]``, ``entropy`` (nats), ``attention_lse [batch head depth-1]``.
     """
@@ -101,6 +102,7 @@ class Drafted:
     tokens: Tensor
     logits_max: Tensor
     lse: Tensor
+    logits: Tensor | None
     normed: Tensor
     feedback: Tensor
     resid: Tensor
@@ -163,7 +165,7 @@ class StepKernels:
         self.head_parts = {name: numbers(batch, blocks) for name in ("p_max", "p_sum", "p_warm")}
         self.head_parts["p_arg"] = numbers(batch, blocks, dtype=torch.int32)
         self.head_parts["count"] = torch.zeros(1, device=device, dtype=torch.int32)
-        self.logits = numbers(batch, config.draft_vocab_size)
+        self.logits: Tensor | None = None  # [depth batch draft_vocab], made by the first chain that is drawn by chance
         self.logits_max, self.lse = numbers(depth, batch), numbers(depth, batch)
         self.uniforms, self.temperature = numbers(depth, batch), numbers(1)
         self.cos, self.sin = turning_tables(self.drafter, self.capacity)
@@ -203,10 +205,14 @@ class StepKernels:
             self.resid[0].copy_(feedback)
         sample = temperature > 0
         if sample:
-            self.uniforms[:depth].copy_(uniforms.T)
+            if self.logits is None:
+                shape = (self.depth, self.batch, self.drafter.config.draft_vocab_size)
+                self.logits = torch.empty(shape, device=self.drafter.device, dtype=torch.float32)
+            # a number just below 1 becomes 1 in float32, where the last token would be taken whatever its share
+            self.uniforms[:depth].copy_(uniforms.T).clamp_(max=1 - 2**-24)
             self.temperature.fill_(temperature)
         self._run(depth, sample)
-        return self._drafted(depth)
+        return self._drafted(depth, sample)
 
     def _check(
         self, context: int, feedback: Tensor, rows: Tensor, depth: int, uniforms: Tensor | None, temperature: float
@@ -226,7 +232,7 @@ class StepKernels:
                 f"temperature {temperature}: at least 0, and above 0 it draws with uniforms [batch depth]"
             )
 
-    def _drafted(self, depth: int) -> Drafted:
+    def _drafted(self, depth: int, sample: bool) -> Drafted:
         feedback = self.normed if self.drafter.config.norm_output else self.resid
 
         def deeper(x: Tensor) -> Tensor | None:
@@ -236,6 +242,7 @@ class StepKernels:
             tokens=self.tokens[:depth].T,
             logits_max=self.logits_max[:depth].T,
             lse=self.lse[:depth].T,
+            logits=self.logits[:depth].transpose(0, 1) if sample else None,
             normed=self.normed[:depth].transpose(0, 1),
             feedback=feedback[:depth].transpose(0, 1),
             resid=self.resid[1:depth].transpose(0, 1),
@@ -319,7 +326,7 @@ class StepKernels:
         gain = drafter.norm.weight if config.head_norm else normed
         blocks = -(-vocab // tiles.BN)
         kernels.head_kernel[(blocks,)](
-            self.resid[step] if deeper else normed, gain, weight, normed, self.logits,
+            self.resid[step] if deeper else normed, gain, weight, normed, self.logits[step] if sample else self.lse,
             *(self.head_parts[name] for name in HEAD_PARTS), drafter.d2t if drafter.reduced else self.tokens,
             self.uniforms[step], self.temperature, self.tokens[step], self.logits_max[step], self.lse[step],
             B=self.batch, BLOCKS=blocks, BB=power_of_two(blocks), V=vocab, D=config.hidden_size, EPS=config.rms_norm_eps,

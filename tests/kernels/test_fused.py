@@ -145,6 +145,91 @@ def test_a_live_run_is_the_same_on_both_backends(variant, make_drafter, tiny_tar
     assert runs[0].rounds == runs[1].rounds
 
 
+def session(drafter, batch, backend):
+    from driftlab import Chain
+
+    chains = Chain(drafter, prompt_lengths=batch.prompt_lengths.tolist(), ids=batch.ids, backend=backend)
+    rows = batch.prompt_lengths + 1
+    last = int(rows.max()) + 1
+    chains.extend(batch.tokens[:, 1 : last + 1], batch.aux[:, :last], rows)
+    return chains
+
+
+@pytest.mark.parametrize("variant", ["eagle3", "eagle31"])
+def test_tokens_drawn_by_chance_and_their_q_are_the_same_on_both_backends(variant, make_drafter, batch):
+    from driftlab import Sampling
+
+    drafter, depth = make_drafter(variant), 3
+    uniforms = torch.rand(2, depth, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (tokens, q), (fused, fused_q) = (
+            session(drafter, batch, backend).sample(depth, Sampling(temperature=1.7), uniforms)
+            for backend in ("torch", "triton")
+        )
+    assert torch.equal(tokens, fused)
+    torch.testing.assert_close(fused_q, q, rtol=1e-4, atol=1e-8)
+    assert q.dtype == fused_q.dtype == torch.float64
+    # the token is where the cumulative q passes the number
+    place = (drafter.draft_vocab == tokens[..., None]).to(torch.int64).argmax(-1)
+    upto = q.cumsum(-1).gather(-1, place[..., None])[..., 0]
+    share = q.gather(-1, place[..., None])[..., 0]
+    assert bool(((upto - share <= uniforms) & (uniforms < upto)).all())
+    greedy = session(drafter, batch, "torch").draft(depth)
+    assert not torch.equal(greedy, tokens)
+
+
+def test_the_largest_number_below_one_takes_a_token_that_has_a_share(make_drafter, batch):
+    """float32 makes it 1, at which no cumulative sum is passed."""
+    from driftlab import Sampling
+
+    drafter = make_drafter()
+    with torch.no_grad():  # the last ids have no share worth the name
+        drafter.lm_head.weight.mul_(40.0)
+    uniforms = torch.full((2, 2), 1 - 2**-53, dtype=torch.float64)
+    tokens, q = session(drafter, batch, "triton").sample(2, Sampling(temperature=1.0), uniforms)
+    place = (drafter.draft_vocab == tokens[..., None]).to(torch.int64).argmax(-1)
+    assert float(q.gather(-1, place[..., None]).min()) > 1e-9
+
+
+def test_cuts_of_the_draft_distribution_run_in_torch_and_say_so(make_drafter, batch):
+    from driftlab import DriftlabError, Sampling
+    from driftlab.kernels.backend import BackendWarning
+
+    drafter, uniforms = make_drafter(), torch.full((2, 2), 0.4, dtype=torch.float64)
+    plain = session(drafter, batch, "torch").sample(2, Sampling(temperature=1.0, top_k=3), uniforms)
+    with pytest.warns(BackendWarning, match="top_k"):
+        fused = session(drafter, batch, "triton").sample(2, Sampling(temperature=1.0, top_k=3), uniforms)
+    assert torch.equal(plain[0], fused[0])
+    torch.testing.assert_close(plain[1], fused[1], rtol=1e-5, atol=1e-8)  # depth 1 is by the replay kernel
+    assert int((plain[1] > 0).sum(-1).max()) == 3
+    with pytest.raises(DriftlabError, match=r"arg max.*draft\(\)"):
+        session(drafter, batch, "torch").sample(2, Sampling(), uniforms)
+    with pytest.raises(DriftlabError, match=r"\[2, 1\].*\[2, 2\]"):
+        session(drafter, batch, "torch").sample(2, Sampling(temperature=1.0), uniforms[:, :1])
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_sampled_live_run_is_the_same_on_both_backends(rule, make_drafter, tiny_target, tiny_trajectory):
+    from driftlab import Sampling, speculate
+
+    drafter = make_drafter("eagle31")
+    prompt = tiny_trajectory.tokens(0)[: int(tiny_trajectory.entries[0].prompt_length)].tolist()
+    runs = []
+    for backend in ("torch", "triton"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            runs.append(
+                speculate(
+                    *(tiny_target, drafter, prompt),
+                    **{"depth": 2, "max_new_tokens": 6, "sampling": Sampling(temperature=1.0, seed=3)},
+                    **{"rule": rule, "backend": backend},
+                )
+            )
+    assert runs[0].tokens == runs[1].tokens
+    assert runs[0].rounds == runs[1].rounds
+
+
 @pytest.mark.parametrize("variant", ["eagle3", "eagle31"])
 def test_a_few_new_rows_are_fused_by_the_kernel_unless_the_fusion_is_hooked(variant, make_drafter, monkeypatch):
     from driftlab.fused import FusedChain
