@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from driftlab.draft import Chain, Draft, all_starts, chain
     from driftlab.drafter import SHIPPED, VARIANTS, Drafter, DrafterConfig
     from driftlab.engines import beside, engine_report, read_engine_log
-    from driftlab.errors import DriftlabError
+    from driftlab.errors import BackendWarning, DriftlabError
     from driftlab.histogram import RequestHistogram
     from driftlab.plotting import (
         plot_acceptance,
@@ -46,7 +46,7 @@ _HOME = {
     "draft": ("Chain", "Draft", "all_starts", "chain"),
     "drafter": ("SHIPPED", "VARIANTS", "Drafter", "DrafterConfig"),
     "engines": ("beside", "engine_report", "read_engine_log"),
-    "errors": ("DriftlabError",),
+    "errors": ("BackendWarning", "DriftlabError"),
     "histogram": ("RequestHistogram",),
     "plotting": (
         *("plot_acceptance", "plot_magnitude", "plot_mass", "plot_mass_grid", "plot_match", "plot_quantity"),

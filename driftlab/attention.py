@@ -15,20 +15,25 @@ Three executors answer the same :class:`~driftlab.kernels.problem.Problem`: ``ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from driftlab.kernels import blocked, reference
-from driftlab.kernels.backend import say_torch, wants_triton
-from driftlab.kernels.problem import Attended, Controls, Problem, Stats
+from driftlab.kernels.backend import cannot_compute, say_torch, wants_triton
+from driftlab.kernels.problem import Attended, Controls, Problem, Stats, sees_sink
 
-__all__ = ["Attended", "Controls", "Stats", "attend"]
+__all__ = ["Answer", "Attended", "Controls", "Problem", "Stats", "attend"]
+
+Answer = Callable[[Problem], Attended]
+"""what answers a problem"""
 
 BLOCK_BYTES = 64 * 2**20
 """Bytes of scores held at a time where statistics carry gradients: blocks of starts are made as large as this allows."""
@@ -52,6 +57,7 @@ def attend(
     stats: Stats | None = None,
     block: int | None = None,
     backend: str = "torch",
+    steering: Sequence[Callable[[Answer, Problem], Attended]] = (),
 ) -> Attended:
     """Attend from each start to context keys c <= row and to its own chain keys.
 
@@ -60,7 +66,8 @@ def attend(
     (sliding-window layers), and the first ``carried`` context keys besides; 0: all. ``valid`` matters for
     ``stats.columns`` alone. ``block`` is the number of starts at a time, by default as many as fit. Differentiable in q, k
     and v. ``backend``: "torch"; "triton", as far as the kernel can honour the problem (where not, a BackendWarning says
-    why); "auto": triton on CUDA.
+    why); "auto": triton on CUDA. ``steering``: interventions, each handed what answers problems and the problem; the last is
+    asked first, and each may change the problem, the answer, or ask more than once.
 
     Raises:
         DriftlabError: every key of a valid start is dropped; a backend that is not there.
@@ -70,7 +77,15 @@ def attend(
         **{"rows": rows, "segments": segments, "scale": scale, "window": window, "carried": carried, "valid": valid},
         **{"controls": controls or Controls(), "sink_logit": sink_logit, "stats": stats or Stats()},
     )
-    tensors = (q, context_k, context_v, own_k, own_v)
+    answer: Answer = partial(_answer, block=block, backend=backend)
+    for steer in steering:
+        answer = partial(steer, answer)
+    return answer(problem)
+
+
+def _answer(problem: Problem, *, block: int | None, backend: str) -> Attended:
+    q = problem.q
+    tensors = (q, problem.context_k, problem.context_v, problem.own_k, problem.own_v)
     wants_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*tensors, *_others(problem))
     )
@@ -79,7 +94,8 @@ def attend(
     if wants_triton(backend, q.device):
         from driftlab.kernels import replay
 
-        why = "gradients through statistics or controls" if through_others else replay.refuses(problem)
+        why = cannot_compute(q.dtype) or replay.refuses(problem)
+        why = "gradients through statistics or controls" if through_others else why
         if why:
             say_torch("attention", why)
         else:
@@ -87,11 +103,15 @@ def attend(
     # autocast would round the scores, and only those of context keys: own keys are not a matrix product
     with torch.autocast(q.device.type, enabled=False):
         if through_others:
-            return _through_autograd(problem, block)
+            return _with_sink(_through_autograd(problem, block), problem)
         if not wants_grad:
-            return executor[0](problem)
+            return _with_sink(executor[0](problem), problem)
         out, lse, visible = _Recomputed.apply(*executor, problem, *tensors)
         return Attended(out, lse, None, None, visible, None, None)
+
+
+def _with_sink(answer: Attended, problem: Problem) -> Attended:
+    return dataclasses.replace(answer, sees_sink=sees_sink(problem)) if problem.stats.mass else answer
 
 
 def _others(problem: Problem) -> list[Tensor]:
@@ -103,21 +123,29 @@ def _has_stats(problem: Problem) -> bool:
     return problem.stats != Stats()
 
 
+_TENSORS = ("q", "context_k", "context_v", "own_k", "own_v")
+"""what gradients flow through, in the order in which they are handed on"""
+
+
 class _Recomputed(torch.autograd.Function):
     """Output and lse with a backward pass that makes the probabilities again from lse."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable, backward: Callable, problem: Problem, *tensors: Tensor) -> Any:
         answer = run(problem)
-        ctx.problem, ctx.run_backward = problem, backward
+        # tensors are kept by save_for_backward alone, which lets them go after the backward pass
+        none = problem.q.new_empty(0)
+        ctx.problem, ctx.run_backward = dataclasses.replace(problem, **dict.fromkeys(_TENSORS, none)), backward
         ctx.save_for_backward(answer.out, answer.lse, *tensors)
         ctx.mark_non_differentiable(answer.visible)
         return answer.out, answer.lse, answer.visible
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Any) -> Any:
-        out, lse, *_tensors = ctx.saved_tensors
-        return None, None, None, *ctx.run_backward(ctx.problem, out, lse, d_out, d_lse)
+        out, lse, *tensors = ctx.saved_tensors
+        problem = dataclasses.replace(ctx.problem, **dict(zip(_TENSORS, tensors, strict=True)))
+        return None, None, None, *ctx.run_backward(problem, out, lse, d_out, d_lse)
 
 
 def _through_autograd(problem: Problem, block: int | None) -> Attended:

@@ -180,8 +180,10 @@ def greedy_tokens(drafter: Drafter, normed: Float[Tensor, "batch start d_model"]
     """Arg max over the draft vocabulary, as target ids; logits exist for a block of rows at a time."""
     flat = normed.flatten(0, 1)
     block = max(1, LOGIT_BLOCK_BYTES // (4 * drafter.config.draft_vocab_size))
-    ids = [drafter.logits(rows).argmax(-1) for rows in flat.split(block)]
-    return drafter.to_target(torch.cat(ids)).view(normed.shape[:2])
+    best = [drafter.logits(rows).max(-1) for rows in flat.split(block)]
+    if bool(torch.cat([values for values, _ in best]).isnan().any()):
+        raise DriftlabError("a draft logit is NaN, though the states are finite: look for NaN or inf in lm_head.weight")
+    return drafter.to_target(torch.cat([ids for _, ids in best])).view(normed.shape[:2])
 
 
 def _kept_logits(
@@ -276,7 +278,7 @@ class Chain:
     Works on a batch of sequences of equal length so far. ``extend`` adds rows made from target states and drafts the
     first token; ``draft`` continues it to depth K on the drafter's own feedback. ``backend``: "torch"; "triton" drafts by the
     fused step kernels, as far as they can honour the drafter and its hooks (where not, a BackendWarning says why); "auto":
-    triton on CUDA.
+    triton on CUDA; default what ``drafter.using`` has set at each call, else "auto".
     """
 
     def __init__(
@@ -286,11 +288,12 @@ class Chain:
         prompt_lengths: Sequence[int],
         sinks: Sequence[int] = (0,),
         ids: Sequence[str] | None = None,
-        backend: str = "auto",
+        backend: str | None = None,
     ) -> None:
         self.drafter = drafter
         self.backend = backend
-        self._fused = FusedChain(drafter) if wants_triton(backend, drafter.device) else None
+        self._fused = FusedChain(drafter)
+        self._wants_kernels()
         self._ids = ("",) * len(prompt_lengths) if ids is None else tuple(ids)
         self.rows = 0
         self._prompt_lengths = torch.tensor(prompt_lengths, device=drafter.device)
@@ -310,6 +313,7 @@ class Chain:
         ``rows``: absolute row that each chain starts from, among the new ones; default the last.
         """
         total = self.rows + tokens.shape[1]
+        self._check(tokens, aux, rows, total)
         rows = torch.full_like(tokens[:, 0], total - 1) if rows is None else rows
         starts = Starts(
             rows=rows[:, None],
@@ -319,17 +323,31 @@ class Chain:
         )
         self.drafter.hook_starts(starts, 0)
         with self.drafter.using(self.backend):
-            fused = None if self._fused is None else self._fused.fuse(aux)
+            fused = self._fused.fuse(aux) if self._wants_kernels() else None
             self._state = self.drafter.first(tokens, aux, starts, self._context, fused)
         self._context = [LayerKV(kv.k, kv.v) for kv in self._state.kv]
         self.rows = total
+
+    def _check(self, tokens: Tensor, aux: Tensor, rows: Tensor | None, total: int) -> None:
+        batch, config = len(self._prompt_lengths), self.drafter.config
+        wanted = (batch, tokens.shape[1], config.states_read, config.target_hidden_size)
+        if len(tokens) != batch or tokens.shape[1] == 0 or tuple(aux.shape) != wanted:
+            raise DriftlabError(
+                f"tokens {list(tokens.shape)} and target states {list(aux.shape)}: the drafter reads [batch row aux d_target] "
+                f"with {batch} sequences (prompt_lengths), at least one row, {config.states_read} states of width "
+                f"{config.target_hidden_size}"
+            )
+        if rows is not None and (len(rows) != batch or bool((rows < self.rows).any()) or bool((rows >= total).any())):
+            raise DriftlabError(
+                f"rows {rows.tolist()}: one of the new rows {self.rows}..{total - 1} for each of {batch} sequences"
+            )
 
     @torch.no_grad()
     def draft(self, depth: int) -> Int[Tensor, "batch depth"]:
         """Draft the ``depth`` most probable tokens (target ids), one after the other, after the last ``extend``."""
         check_depth(depth)
         state = self.take()
-        if self._by_kernels(self._refusal(state)):
+        if self._by_kernels(state):
             return self._fused.draft(state, depth)
         with self.drafter.using(self.backend):
             return self._by_modules(state, depth, lambda step, normed: greedy_tokens(self.drafter, normed))
@@ -350,12 +368,13 @@ class Chain:
         if drafting.temperature == 0:
             raise DriftlabError("draft temperature 0 is the arg max, for which no number is drawn: call draft()")
         state = self.take()
-        if tuple(uniforms.shape) != (len(state.starts.rows), depth):
+        if tuple(uniforms.shape) != (len(state.starts.rows), depth) or bool(((uniforms < 0) | (uniforms >= 1)).any()):
             raise DriftlabError(
-                f"uniforms {list(uniforms.shape)}: one number for each token is wanted, [{len(state.starts.rows)}, {depth}]"
+                f"uniforms {list(uniforms.shape)}: one number in [0, 1) for each token is wanted, "
+                f"[{len(state.starts.rows)}, {depth}]"
             )
         cut = "top_k or top_p cuts the draft distribution" if drafting.top_k or drafting.top_p < 1 else ""
-        if self._by_kernels(cut or self._refusal(state)):
+        if self._by_kernels(state, cut):
             tokens, logits = self._fused.sample(state, depth, drafting.temperature, uniforms)
             return tokens, torch.stack([drafting.process(x.double()) for x in logits.unbind(1)], 1)
         kept: list[Tensor] = []
@@ -367,14 +386,17 @@ class Chain:
         with self.drafter.using(self.backend):
             return self._by_modules(state, depth, drawn), torch.stack(kept, 1)
 
-    def _refusal(self, state: DraftState) -> str:
-        return "" if self._fused is None else self._fused.refuses(len(state.starts.rows))
+    def _wants_kernels(self) -> bool:
+        return wants_triton(self.backend or self.drafter.backend, self.drafter.device)
 
-    def _by_kernels(self, why: str) -> bool:
+    def _by_kernels(self, state: DraftState, why: str = "") -> bool:
         """Whether the fused step drafts; where it was asked for and cannot, say why."""
-        if self._fused is not None and why:
+        if not self._wants_kernels():
+            return False
+        why = why or self._fused.refuses(state)
+        if why:
             say_torch("a chain's step", why)
-        return self._fused is not None and not why
+        return not why
 
     def _by_modules(self, state: DraftState, depth: int, choose: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Draft by the modules; ``choose(step, normed [batch 1 d_model])`` gives the token [batch 1] of step 0..depth-1."""
@@ -399,7 +421,7 @@ class Chain:
 
 
 def chain(
-    drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: int, *, backend: str = "auto"
+    drafter: Drafter, batch: Batch, rows: Sequence[int] | Tensor, depth: int, *, backend: str | None = None
 ) -> Int[Tensor, "batch depth"]:
     """Draft one chain per sequence, from row ``rows[b]``, token by token. Equals ``all_starts(feed="own")`` there.
 

@@ -8,3 +8,7 @@ class DriftlabError(ValueError):
 
     The command line prints the message alone; in Python it is an ordinary ValueError.
     """
+
+
+class BackendWarning(UserWarning):
+    """Kernels were asked for, or would have been taken, and plain torch runs instead. The numbers are the same."""

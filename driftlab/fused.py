@@ -7,17 +7,22 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.modules import module as module_hooks
 
 from driftlab.drafter import Drafter, DraftState
 from driftlab.errors import DriftlabError
 from driftlab.hooks import HookPoint
 from driftlab.kernels import chain as kernels
-from driftlab.kernels.problem import Problem
+from driftlab.kernels.backend import cannot_compute
+from driftlab.kernels.problem import Problem, sees_sink
 from driftlab.kernels.recent import recent_mass
 
 _ATTENTION = "layers.0.self_attn"
 STATISTICS = tuple(f"{_ATTENTION}.hook_{name}" for name in ("mass", "entropy", "recent"))
-SERVED = (*STATISTICS, f"{_ATTENTION}.hook_visible", "layers.0.hook_resid", "hook_normed", "hook_feedback")
+SERVED = (
+    *(*STATISTICS, f"{_ATTENTION}.hook_visible", f"{_ATTENTION}.hook_sees_sink"),
+    *("layers.0.hook_resid", "hook_normed", "hook_feedback"),
+)
 """hook points whose values the kernels leave behind, for hooks that only read"""
 _BEFORE = ("fusion.", "hook_starts")
 """hook points that a chain passes at depth 1 only, in plain torch"""
@@ -31,16 +36,19 @@ class FusedChain:
         self._kernels: Any = None
         self._made_for: tuple[Any, ...] = ()
 
-    def refuses(self, batch: int) -> str:
-        """Return why chains of so many sequences cannot be drafted by the kernels now; empty if they can."""
+    def refuses(self, state: DraftState) -> str:
+        """Return why chains from a state at depth 1 cannot be drafted by the kernels now; empty if they can."""
+        batch = len(state.starts.rows)
         if batch > kernels.MOST:
             return f"batch {batch}: the step kernels take at most {kernels.MOST} sequences"
-        return kernels.refuses(self.drafter) or _watched(self.drafter)
+        if self.drafter.config.norm_output and state.feedback is not state.normed:
+            return "the feedback of depth 1 was replaced, and the step reads the normed state"
+        return _refuses(self.drafter) or _watched(self.drafter)
 
     def fuse(self, aux: Float[Tensor, "batch row aux d_target"]) -> Float[Tensor, "batch row d_model"] | None:
         """Return the fusion of a few new rows by its kernel; None where the module is to do it, for size, kind or hooks."""
         drafter = self.drafter
-        if aux.shape[0] * aux.shape[1] > kernels.MOST or kernels.refuses(drafter) or not drafter.config.aux_layers:
+        if aux.shape[0] * aux.shape[1] > kernels.MOST or _refuses(drafter) or not drafter.config.aux_layers:
             return None
         parts = (drafter.fusion, drafter.input_norm, drafter.fc_norm, drafter.fc)
         modules = [module for part in parts for module in part.modules()]
@@ -75,7 +83,7 @@ class FusedChain:
             uniforms=uniforms,
             temperature=temperature,
         )
-        bad = (~made.normed.isfinite()).any(-1)
+        bad = (~made.normed.isfinite()).any(-1) | ~made.lse.isfinite()
         if bool(bad.any()):
             sequence, at = bad.nonzero()[0].tolist()
             raise not_finite(starts.ids[sequence], int(starts.rows[sequence, 0]), at + 1)
@@ -90,15 +98,16 @@ class FusedChain:
 
         def tell(name: str, value: Tensor) -> None:
             if point[name].watched:
-                point[name](value, depth)
+                point[name](value.clone(), depth)  # the next round writes the buffer again
 
         rows, own, window = state.starts.rows, depth - 1, attention.window
         seen = rows + 1 + own
         tell(f"{_ATTENTION}.hook_visible", seen.clamp(max=window) if window else seen)
         if made.mass is not None:
+            tell(f"{_ATTENTION}.hook_sees_sink", sees_sink(self._problem(made, state, depth)))
             tell(f"{_ATTENTION}.hook_mass", made.mass[:, :, at : at + 1])
             tell(f"{_ATTENTION}.hook_entropy", made.entropy[:, :, at : at + 1])
-        if point[f"{_ATTENTION}.hook_recent"].watched:
+        if point[f"{_ATTENTION}.hook_recent"].watched and attention.recent_windows:
             lse = made.attention_lse[:, :, at : at + 1]
             mass = recent_mass(self._problem(made, state, depth), lse, attention.recent_windows)
             tell(f"{_ATTENTION}.hook_recent", mass)
@@ -127,6 +136,23 @@ def not_finite(sequence: str, row: int, depth: int) -> DriftlabError:
         f"the draft state is not finite: sequence {sequence!r}, row {row}, depth {depth}. Look for NaN or inf in the weights "
         "and in what hooks returned; half precision overflows"
     )
+
+
+def _refuses(drafter: Drafter) -> str:
+    """Why the kernels cannot stand in for the drafter's modules, hooks aside."""
+    replaced = drafter.replaced_modules()
+    if replaced:
+        return f"the module {replaced[0]} is not as the drafter was built"
+    if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
+        return "a hook on every module is registered (register_module_forward_hook)"
+    weights = {**dict(drafter.named_parameters()), **dict(drafter.named_buffers())}
+    scattered = next((name for name, x in weights.items() if not x.is_contiguous()), "")
+    if scattered:
+        return f"{scattered} is not contiguous in memory"
+    kinds = {x.dtype for x in weights.values() if x.is_floating_point()}
+    if len(kinds) > 1:
+        return f"weights of several dtypes ({', '.join(sorted(map(str, kinds)))})"
+    return cannot_compute(drafter.dtype) or kernels.refuses(drafter)
 
 
 def _watched(drafter: Drafter) -> str:

@@ -133,6 +133,7 @@ class AttentionMass(Probe):
     ``recent``: windows w; each counts the last w keys whatever their segment, so it is defined at depth 1 too. The null
     line of SELF, ``mass_self_null``, at depth k is the depth-1 attention of the row at the same position, its last k - 1
     keys relabelled: what SELF would get if own keys were treated like the rows that verified tokens leave there.
+    A start that sees no sink key (outside the window, dropped, none named) is not counted in ``mass_sink``.
     ``entropy=False`` leaves the entropy out, which costs more than the masses.
     """
 
@@ -149,6 +150,7 @@ class AttentionMass(Probe):
         self.null_depth = null_depth
         self._null: dict[int, Tensor] = {}
         self._visible: dict[int, Tensor] = {}
+        self._sees_sink: dict[int, Tensor] = {}
 
     def attach(self) -> None:
         """Watch every layer's statistics."""
@@ -158,6 +160,7 @@ class AttentionMass(Probe):
             self._stack.callback(setattr, attention, "recent_windows", attention.recent_windows)
             attention.recent_windows = tuple(sorted(windows.union(attention.recent_windows)))
             self._watch(f"{prefix}.hook_visible", lambda v, hook, i=index: self._visible.__setitem__(i, v))
+            self._watch(f"{prefix}.hook_sees_sink", lambda v, hook, i=index: self._sees_sink.__setitem__(i, v))
             self._watch(f"{prefix}.hook_mass", lambda v, hook, i=index: self._on_mass(v, hook.depth, i))
             if self.entropy:
                 self._watch(f"{prefix}.hook_entropy", lambda v, hook, i=index: self._on_entropy(v, hook.depth, i))
@@ -167,6 +170,7 @@ class AttentionMass(Probe):
         """Forget the last batch's depth-1 rows."""
         self._null.clear()
         self._visible.clear()
+        self._sees_sink.clear()
 
     def _values(self, value: Tensor, depth: int, layer: int) -> Tensor:
         """Keep the starts' rows: layers below the last attend from every new context row at depth 1."""
@@ -178,7 +182,11 @@ class AttentionMass(Probe):
     def _on_mass(self, mass: Tensor, depth: int, layer: int) -> None:
         mass = self._values(mass, depth, layer)
         for segment, name in SEGMENT_NAMES.items():
-            self._add(name, depth, mass[..., segment], layer=layer)
+            value, sees_sink = mass[..., segment], self._sees_sink.get(layer)
+            if segment == Segment.SINK and sees_sink is not None:
+                sees_sink = self._values(sees_sink[:, None, :, None], depth, layer)[..., 0]
+                value = value.masked_fill(~sees_sink, torch.nan)
+            self._add(name, depth, value, layer=layer, may_miss=segment == Segment.SINK)
         null, ahead = self._null.get(layer), depth - 1
         if null is not None and 0 < ahead < min(self.null_depth, null.shape[2]):
             value, reaches = self._null_at(null, ahead)

@@ -63,7 +63,7 @@ def speculate(
     draft_top_p: float | None = None,
     epsilon: float = 0.09,
     delta: float = 0.3,
-    backend: str = "auto",
+    backend: str | None = None,
 ) -> Live:
     """Decode one prompt with speculation.
 
@@ -141,7 +141,7 @@ class _Loop:
         limit: int,
         sampling: Sampling,
         drafting: Sampling | None,
-        backend: str = "auto",
+        backend: str | None = None,
     ) -> None:
         self.sampling, self.drafting, self.drafter = sampling, drafting, drafter
         self.decide: Callable[..., tuple[int, int]] = partial(verify, "argmax", roll=self.roll)

@@ -213,7 +213,8 @@ def tree_all_starts(
 def draft_tree(chain: Chain, tree: Tree) -> TreeDraft:
     """Draft one tree a sequence after the chain's last ``extend``, as deployed."""
     state = chain.take()
-    tokens, parents, depths = (x.cpu() for x in grow(chain.drafter, state, tree))
+    with chain.drafter.using(chain.backend):
+        tokens, parents, depths = (x.cpu() for x in grow(chain.drafter, state, tree))
     return TreeDraft(tokens, parents, depths, state.starts.rows.cpu(), state.starts.valid.cpu(), state.starts.ids, tree)
 
 

@@ -7,7 +7,8 @@ One layer of SmolLM2-135M's shape: 9 query heads, 3 kv heads, head size 64, floa
 entropy; and what transformers' "eager" attention does, a softmax over the T x T map, with the map summed by segment afterwards.
 Time: all in one process, in turn, the median. Memory: each in a process of its own, the resident peak less that before the
 call, when the inputs and the libraries were there. The eager map takes 4 x 9 x T x T bytes and its copies, some 7 GiB at T =
-8,192: it has ``--eager-tokens`` of its own, and ``attend`` is measured beside it at that length.
+8,192: it has ``--eager-tokens`` of its own, and ``attend`` is measured beside it at that length. The goals are for T = 8,192;
+at a few hundred tokens what a call costs whatever its size outweighs the attention.
 """
 
 from __future__ import annotations

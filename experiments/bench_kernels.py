@@ -15,7 +15,7 @@ Sections, each written to ``kernels.json`` as soon as it is done, so that a stop
     chain     K = 1..8 tokens in one CUDA graph, against eager torch and torch.compile with CUDA graphs; tokens must be equal
     demo      rows of ``driftlab demo`` on CUDA against those on a CPU, where the default target is in the cache
 
-A dry run measures nothing that means anything, and its numbers are not printed.
+A dry run measures no time or rate that means anything, and prints none; it prints how far the answers are off.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     """Run the sections that are wanted, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench_kernels"))
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, in the interpreter")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, in the interpreter: start it with TRITON_INTERPRET=1")
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     args = parser.parse_args()
     if args.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
@@ -66,7 +66,7 @@ def main() -> None:
             result[name] = [{"what": name, "failed": f"{type(error).__name__}: {error}"}]
         for row in result[name]:
             print(
-                f"{name:9} " + "  ".join(f"{key} {shown(value, args.dry_run)}" for key, value in row.items()),
+                f"{name:9} " + "  ".join(f"{key} {shown(key, value, args.dry_run)}" for key, value in row.items()),
                 flush=True,
             )
         result.setdefault("seconds", {})[name] = round(time.perf_counter() - began, 1)
@@ -79,10 +79,10 @@ def main() -> None:
     sys.exit(bool(failed))
 
 
-def shown(value: Any, dry_run: bool) -> str:
-    """A number measured in a dry run means nothing."""
+def shown(name: str, value: Any, dry_run: bool) -> str:
+    """A time or a rate measured in a dry run means nothing; an error does."""
     if isinstance(value, float):
-        return "-" if dry_run else f"{value:.4g}"
+        return "-" if dry_run and not name.endswith(("error", "difference")) else f"{value:.4g}"
     return str(value)
 
 
@@ -222,7 +222,7 @@ def backward(dry_run: bool, _: dict[str, Any]) -> list[dict[str, Any]]:
         grads[backend] = run()
     pairs = zip(grads["torch"], grads["triton"], strict=True)
     error = max(float((a - b).float().norm() / a.float().norm().clamp(min=1e-9)) for a, b in pairs)
-    return [*rows, {"what": "gradients, relative difference", "value": error}]
+    return [*rows, {"what": "gradients", "relative_difference": error}]
 
 
 def drafter_of_size(dry_run: bool) -> Drafter:

@@ -422,3 +422,38 @@ def test_dropping_every_key_is_refused_and_padding_is_not_looked_at():
         .isfinite()
         .all()
     )
+
+
+def test_a_second_derivative_is_refused_where_it_would_be_wrong():
+    """The backward pass is made by hand, without a graph of its own."""
+    from driftlab.attention import attend
+
+    q = torch.randn(1, 2, 3, 4, requires_grad=True)
+    k, v = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
+    own = torch.zeros(1, 2, 3, 0, 4)
+    rows, segments = torch.tensor([[2, 3, 4]]), torch.full((1, 5), 2)
+    out = attend(q, k, v, own, own, rows=rows, segments=segments, scale=0.5).out
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
+def test_inputs_are_let_go_after_the_backward_pass_though_the_loss_is_kept():
+    import gc
+    import weakref
+
+    from driftlab.attention import attend
+
+    def loss():
+        q = torch.randn(1, 2, 3, 4, requires_grad=True)
+        scaled = q * 2
+        k = torch.randn(1, 2, 5, 4)
+        own = torch.zeros(1, 2, 3, 0, 4)
+        rows, segments = torch.tensor([[2, 3, 4]]), torch.full((1, 5), 2)
+        return attend(scaled, k, k, own, own, rows=rows, segments=segments, scale=0.5).out.sum(), weakref.ref(scaled)
+
+    kept, scaled = loss()
+    assert scaled() is not None
+    kept.backward()
+    gc.collect()
+    assert scaled() is None

@@ -12,7 +12,9 @@ STREAM = (
     *("layers.0.self_attn.hook_out", "layers.0.hook_attn_out", "layers.0.hook_mlp_out", "layers.0.hook_resid"),
     *("hook_normed", "hook_feedback"),
 )
-STATISTICS = tuple(f"layers.0.self_attn.hook_{name}" for name in ("mass", "entropy", "visible", "recent", "columns"))
+STATISTICS = tuple(
+    f"layers.0.self_attn.hook_{name}" for name in ("mass", "entropy", "visible", "sees_sink", "recent", "columns")
+)
 DEPTH = 3
 
 

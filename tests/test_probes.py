@@ -43,7 +43,8 @@ def by_hand(drafter, batch, depth):
                     for head, p in enumerate(by_head):
                         key = (name, layer, head, k)
                         for quantity, value in masses(p, row, prompt, batch.sinks).items():
-                            values[*key, quantity, 0].append(value)
+                            seen = quantity != "mass_sink" or any(sink <= row for sink in batch.sinks)
+                            values[*key, quantity, 0].extend([value] * seen)
                         for window in WINDOWS:
                             values[*key, "recent", window].append(float(p[-window:].sum()))
                         entropy = -sum(float(x) * math.log(float(x)) for x in p)
@@ -145,6 +146,26 @@ def test_the_four_masses_sum_to_one_and_self_is_exactly_zero_at_depth_1():
     own = frame[frame["quantity"] == "mass_self"]
     assert (own.loc[own["depth"] == 1, "value"] == 0).all()
     assert (own.loc[own["depth"] > 1, "value"] > 0).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_start_whose_window_leaves_the_sink_out_is_not_counted_with_a_mass_of_0(backend):
+    """Answer rows 2..5, window 4: at depth k a start at row t sees the sink iff t + k - 1 < 4 (29777 of transformers)."""
+    from driftlab import AttentionMass, all_starts, chain
+
+    drafter = own_tables(draft_vocab_size=20, windows=(4,))
+    batch = random_batch((7,), (3,), width=32)
+    with AttentionMass(drafter) as probe:
+        all_starts(drafter, batch, 3, feed="own", backend=backend)
+    rows = {key: value for key, value in rows_of(probe.frame()).items() if key[4] == "mass_sink" and key[2] == 0}
+    assert [rows["p:0", 0, 0, k, "mass_sink", 0][1] for k in (1, 2, 3)] == [2, 1, 0]
+    assert rows["p:0", 0, 0, 2, "mass_sink", 0][0] > 0.01
+    assert math.isnan(rows["p:0", 0, 0, 3, "mass_sink", 0][0])
+    with AttentionMass(drafter) as one:
+        chain(drafter, batch, [2], 3, backend=backend)
+    counts = rows_of(one.frame())
+    assert [counts["p:0", 0, 0, k, "mass_sink", 0][1] for k in (1, 2, 3)] == [1, 1, 0]
+    assert counts["p:0", 0, 0, 2, "mass_sink", 0][0] == pytest.approx(rows["p:0", 0, 0, 2, "mass_sink", 0][0], rel=1e-5)
 
 
 def test_recent_is_defined_at_depth_1_and_counts_own_keys_first_deeper():

@@ -22,6 +22,7 @@ def probe(
     recent: tuple[int, ...] = (8,),
     sink: tuple[int, ...] | None = None,
     device: str = "cpu",
+    backend: Literal["auto", "torch", "triton"] = "auto",
     given: tuple[str, ...] = (),
 ) -> None:
     """Measure attention mass, entropy and state norms per draft depth; write them as rows and print the means.
@@ -35,6 +36,7 @@ def probe(
         recent: windows w of the mass on the last w keys.
         sink: sink positions; default those found in the target.
         device: where the drafters run.
+        backend: auto: fused Triton kernels on CUDA, plain torch elsewhere.
         given: conventions that you know better than the drafters' files, as name=value (see `driftlab inspect`).
     """
     from driftlab import Trajectory
@@ -44,12 +46,11 @@ def probe(
 
     trajectory = Trajectory.open(recording)
     trajectory = trajectory if sink is None else trajectory.with_sinks(sink)
-    frames = [
-        probe_rows(
-            load_drafter(path, trajectory, device, given), trajectory, name, depth=depth, feed=feed, recent=recent
-        )
-        for name, path in named(drafters, out, given).items()
-    ]
+    frames = []
+    for name, path in named(drafters, out, given).items():
+        drafter = load_drafter(path, trajectory, device, given)
+        with drafter.using(backend):
+            frames.append(probe_rows(drafter, trajectory, name, depth=depth, feed=feed, recent=recent))
     rows = combine(frames, varying=MIXED)
     write_rows(out, rows, provenance({"recording": recording.name, "depth": depth, "feed": feed}))
     means = weighted_mean(rows, ["drafter", "quantity", "window", "depth"])
@@ -75,6 +76,7 @@ def simulate(
     details: bool = False,
     drafts: Path | None = None,
     device: str = "cpu",
+    backend: Literal["auto", "torch", "triton"] = "auto",
     given: tuple[str, ...] = (),
 ) -> None:
     """Replay drafters on a recording: tau with its interval, and what other estimators would say. Without the target.
@@ -98,6 +100,7 @@ def simulate(
         details: also tau by position, context and category, and conditional acceptance by its parts.
         drafts: folder in which drafts are kept, so that another rule or a smaller K needs no drafting.
         device: where the drafters run.
+        backend: auto: fused Triton kernels on CUDA, plain torch elsewhere.
         given: conventions that you know better than the drafters' files, as name=value (see `driftlab inspect`).
     """
     from driftlab import Trajectory
@@ -121,10 +124,11 @@ def simulate(
     replayed = {}
     for name, drafter in loaded.items():
         how: dict[str, Any] = {"drafts": drafts, "progress": progress_bar()}
-        if shape is None:
-            replayed[name] = replay_rows(drafter, trajectory, name, depth=depth, rule=rule, **sampled, **how)
-        else:
-            replayed[name] = tree_rows(drafter, trajectory, name, shape, **how)
+        with drafter.using(backend):
+            if shape is None:
+                replayed[name] = replay_rows(drafter, trajectory, name, depth=depth, rule=rule, **sampled, **how)
+            else:
+                replayed[name] = tree_rows(drafter, trajectory, name, shape, **how)
     rows = combine([frame for frame, _ in replayed.values()], varying=MIXED)
     settings = {"recording": recording.name, "depth": depth if shape is None else shape.depth, "rule": rule, **sampled}
     write_rows(out, rows, provenance({**settings, "tree": None if shape is None else shape.label}))

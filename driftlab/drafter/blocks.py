@@ -14,19 +14,24 @@ It is computed decompressed, so that probes and interventions see ordinary keys 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from driftlab.attention import Controls, Stats, attend
+from driftlab.attention import Answer, Attended, Controls, Problem, Stats, attend
 from driftlab.drafter.config import DrafterConfig
 from driftlab.drafter.norms import RMSNorm
 from driftlab.drafter.rotary import Rotary
 from driftlab.hooks import HookPoint
 from driftlab.segments import Starts
+
+Steer = Callable[[Answer, Problem, int], Attended]
+"""an intervention that depends on the problem: given what answers problems, the problem, and the draft depth"""
 
 
 @dataclass
@@ -46,8 +51,8 @@ class LayerKV:
 
 
 class Attention(nn.Module, ABC):
-    """What the blocks share. ``controls``, ``recent_windows`` and ``backend`` are set for a ``with`` block by interventions,
-    probes and executors;
+    """What the blocks share. ``controls``, ``steering``, ``recent_windows`` and ``backend`` are set for a ``with`` block by
+    interventions, probes and executors;
     the ``hook_mass`` ... points carry statistics and are computed only while somebody listens.
     """
 
@@ -60,6 +65,7 @@ class Attention(nn.Module, ABC):
         self.scale = 1.0
         self.gate: nn.Module | None = None
         self.controls = Controls()
+        self.steering: tuple[Steer, ...] = ()  # the last one is asked first
         self.backend = "auto"
         self.recent_windows: tuple[int, ...] = ()
         self.hook_q = HookPoint()  # [batch start head d_head], after rotary
@@ -69,6 +75,9 @@ class Attention(nn.Module, ABC):
         self.hook_mass = HookPoint()  # [batch head start seg]
         self.hook_entropy = HookPoint()  # [batch head start], nats
         self.hook_visible = HookPoint()  # [batch start], number of keys seen
+        self.hook_sees_sink = (
+            HookPoint()
+        )  # [batch start], whether a sink key is among them; while hook_mass is listened to
         self.hook_recent = HookPoint()  # [batch head start window]
         self.hook_columns = HookPoint()  # [batch head ctx], summed over the valid starts
 
@@ -79,6 +88,10 @@ class Attention(nn.Module, ABC):
     @abstractmethod
     def project_kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Project and turn the keys; project the values: [batch kv_head row d_head], [batch kv_head row d_value]."""
+
+    @abstractmethod
+    def turned(self, q: Tensor, by: Tensor) -> Tensor:
+        """Move queries that are turned already by so many positions: [batch head start d_head], ``by`` [batch start]."""
 
     def keys(
         self, x: Float[Tensor, "batch row width"], positions: Int[Tensor, "batch row"], depth: int
@@ -112,6 +125,7 @@ class Attention(nn.Module, ABC):
             controls=self.controls,
             stats=self._stats(),
             backend=self.backend,
+            steering=[partial(_at_depth, steer, depth) for steer in self.steering],
         )
         self._publish(result, depth)
         out = rearrange(self.hook_out(rearrange(result.out, "b h s d -> b s h d"), depth), "b s h d -> b s (h d)")
@@ -126,7 +140,7 @@ class Attention(nn.Module, ABC):
         )
 
     def _publish(self, result: object, depth: int) -> None:
-        for name in ("visible", "mass", "entropy", "recent", "columns"):
+        for name in ("visible", "sees_sink", "mass", "entropy", "recent", "columns"):
             value = getattr(result, name)
             if value is not None:
                 getattr(self, f"hook_{name}")(value, depth)
@@ -157,6 +171,10 @@ class SelfAttention(Attention):
     def project_kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Attention.project_kv`."""
         return self.rotary(self.k_norm(self._heads(self.k_proj(x))), positions), self._heads(self.v_proj(x))
+
+    def turned(self, q: Tensor, by: Tensor) -> Tensor:
+        """See :meth:`Attention.turned`."""
+        return _further(self.rotary, q, by)
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "b s (h d) -> b h s d", d=self.d_head)
@@ -201,8 +219,23 @@ class LatentAttention(Attention):
         shared = self.rotary(turned[:, None], positions).expand(-1, self.heads, -1, -1)
         return torch.cat([plain, shared], -1), v
 
+    def turned(self, q: Tensor, by: Tensor) -> Tensor:
+        """See :meth:`Attention.turned`."""
+        plain, turned = q.split([self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim], -1)
+        return torch.cat([plain, _further(self.rotary, turned, by)], -1)
+
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "b s (h d) -> b h s d", h=self.heads)
+
+
+def _at_depth(steer: Steer, depth: int, answer: Answer, problem: Problem) -> Attended:
+    return steer(answer, problem, depth)
+
+
+def _further(rotary: Rotary, x: Tensor, by: Tensor) -> Tensor:
+    """Turn what is turned already; a factor on cosine and sine (YaRN's) is in it once, and not to be applied again."""
+    factor = 1.0 if rotary.scaling is None else rotary.scaling.rotation_factor
+    return rotary(torch.cat([x[..., : rotary.width] / factor, x[..., rotary.width :]], -1), by)
 
 
 def _hooked(point: HookPoint, x: Tensor, depth: int) -> Tensor:

@@ -154,6 +154,7 @@ class Drafter(HookedModule):
             self._bind_head()
         self._initialise(seed)
         self.name_hook_points()
+        self._built = _structure(self)
 
     @property
     def config(self) -> DrafterConfig:
@@ -180,11 +181,21 @@ class Drafter(HookedModule):
         """What the weights are, and what states are computed in."""
         return self.layers[0].input_layernorm.weight.dtype
 
+    @property
+    def backend(self) -> str:
+        """What runs: "auto" unless :meth:`using` has set another."""
+        return self.layers[0].self_attn.backend
+
+    def replaced_modules(self) -> list[str]:
+        """Return the names of modules that are no longer as built: other class, weights' shapes, constants or ``forward``."""
+        now = _structure(self)
+        return [name for name in sorted({*now, *self._built}) if now.get(name) != self._built.get(name)]
+
     @contextmanager
     def using(self, backend: str | None) -> Iterator[None]:
-        """Attend with a backend, "auto" (the default), "torch" or "triton", for the block; None: as it is set.
+        """Draft with a backend, "auto" (the default), "torch" or "triton", for the block; None: as it is set.
 
-        See :func:`driftlab.attention.attend`.
+        It holds for whatever runs inside and is not given a backend of its own.
 
         Raises:
             DriftlabError: a backend that is not known or not there.
@@ -329,6 +340,22 @@ class Drafter(HookedModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self._target_head is not None and self.reduced:
             self._bind_head()
+
+
+def _structure(drafter: Drafter) -> dict[str, tuple[Any, ...]]:
+    """What a kernel that stands in for the modules takes for granted of each."""
+    return {
+        name: (
+            type(module),
+            [
+                (key, x.shape)
+                for key, x in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            ],
+            (module.eps, module.plus_one) if isinstance(module, RMSNorm) else None,
+            vars(module).get("forward"),
+        )
+        for name, module in drafter.named_modules()
+    }
 
 
 def _check_fits(config: DrafterConfig, head: TargetHead | None) -> None:

@@ -79,7 +79,7 @@ def refuses(drafter: Any) -> str:
         "rotary embedding turns interleaved pairs": config.rope_interleaved,
         "rotary embedding turns a part of each head": config.rope_width != config.head_dim,
         "dynamic rotary scaling depends on the length": scaling is not None and scaling.kind == "dynamic",
-        "interventions on the scores are set": not neutral or not _is_one(controls.score_scale),
+        "interventions on the attention are set": not neutral or not _is_one(controls.score_scale) or block.steering,
         f"its dtype is {drafter.dtype}": drafter.dtype not in DTYPES,
     }
     return "; ".join(words for words, holds in reasons.items() if holds)
@@ -134,7 +134,8 @@ class StepKernels:
         self.drafter, self.batch, self.capacity, self.depth, self.probes = drafter, batch, capacity, depth, probes
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._captured: tuple[int, ...] = ()
-        self._allocate()
+        with torch.inference_mode(False):  # buffers made inside could not be written outside
+            self._allocate()
 
     def _allocate(self) -> None:
         config, device, dtype = self.drafter.config, self.drafter.device, self.drafter.dtype
@@ -207,7 +208,8 @@ class StepKernels:
         if sample:
             if self.logits is None:
                 shape = (self.depth, self.batch, self.drafter.config.draft_vocab_size)
-                self.logits = torch.empty(shape, device=self.drafter.device, dtype=torch.float32)
+                with torch.inference_mode(False):
+                    self.logits = torch.empty(shape, device=self.drafter.device, dtype=torch.float32)
             # a number just below 1 becomes 1 in float32, where the last token would be taken whatever its share
             self.uniforms[:depth].copy_(uniforms.T).clamp_(max=1 - 2**-24)
             self.temperature.fill_(temperature)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from driftlab.segments import Segment
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -39,7 +41,8 @@ class Attended:
     ``out [batch head start d_value]``, ``lse [batch head start]``, ``mass [batch head start seg]``,
     ``entropy [batch head start]`` (nats), ``visible [batch start]`` (number of keys seen),
     ``recent [batch head start window]`` (mass on the last w keys, whatever their segment),
-    ``columns [batch head ctx]`` (mass on each context key, summed over the valid starts).
+    ``columns [batch head ctx]`` (mass on each context key, summed over the valid starts), ``sees_sink [batch start]``
+    (whether a sink key is among those seen; with ``mass``).
     """
 
     out: Tensor
@@ -49,6 +52,7 @@ class Attended:
     visible: Tensor
     recent: Tensor | None
     columns: Tensor | None
+    sees_sink: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -116,3 +120,17 @@ def visible_keys(problem: Problem) -> Tensor:
         return seen + own
     outside = (rows + own - window + 1).minimum(seen) - problem.carried
     return seen - outside.clamp(min=0) + min(own, window)
+
+
+def sees_sink(problem: Problem) -> Tensor:
+    """Return whether a start sees a key of segment SINK, [batch start]: no mass on a key that is not seen says nothing."""
+    is_sink = problem.segments == Segment.SINK
+    columns = is_sink.any(0).nonzero()[:, 0]
+    rows = problem.rows[..., None]
+    seen = is_sink[:, None, columns] & (columns <= rows)
+    if problem.window:
+        seen &= (columns > rows + problem.own - problem.window) | (columns < problem.carried)
+    drop = problem.controls.drop
+    if drop is not None:
+        seen &= ~(drop[:, None] if drop.ndim == 2 else drop)[..., columns]
+    return seen.any(-1)

@@ -220,7 +220,8 @@ def replay_attn_fwd_kernel(
         b_f = tl.exp2(b_m - b_m2)
         b_z = b_l * b_f + tl.exp2(b_sink - b_m2)
         b_m = b_m2
-    b_r = b_f / b_z
+    # of a row that sees nothing, or NaN alone, there is no answer
+    b_r = tl.where(b_z > 0, b_f / b_z, float("nan"))
     m_o = m_q[:, None]
     if DV != DVP:
         m_o = m_o & m_v[None, :]
@@ -234,7 +235,7 @@ def replay_attn_fwd_kernel(
         if SINK:
             b_w = b_l * b_r
             b_h = b_w * (b_h - tl.log2(tl.maximum(b_w, 1.0e-37)))
-        tl.store(entropy_ptr + place, b_h * LN2, mask=m_q)
+        tl.store(entropy_ptr + place, tl.where(b_z > 0, b_h * LN2, float("nan")), mask=m_q)
 
 
 _STRIDES = tuple(f"s{name}" for tensor in ("q:bhs", "k:bhc", "v:bhc", "ak:bhso", "av:bhso", "b:bhsg", "c:bhs")

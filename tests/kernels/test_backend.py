@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -47,6 +50,49 @@ def test_without_triton_auto_is_torch_and_triton_an_error(monkeypatch, compiled)
     assert not backend.wants_triton("auto", torch.device("cuda"))
     with pytest.raises(DriftlabError, match=r"triton is not installed; pip install .driftlab\[gpu\]"):
         backend.wants_triton("triton", torch.device("cuda"))
+
+
+def test_a_variable_set_after_triton_was_imported_is_an_error(tmp_path):
+    """As in a cell of a notebook."""
+    program = (
+        "import os, torch, triton.language\n"
+        "os.environ['TRITON_INTERPRET'] = '1'\n"
+        "from driftlab.kernels.backend import wants_triton\n"
+        "wants_triton('triton', torch.device('cpu'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert "DriftlabError: TRITON_INTERPRET is '1' now, and was another when Triton was imported" in done.stderr
+
+
+def test_bfloat16_in_an_interpreter_that_truncates_runs_in_torch(monkeypatch, make_drafter, tiny_trajectory):
+    from driftlab import BackendWarning, all_starts, chain
+    from driftlab.kernels import backend
+
+    drafter = make_drafter().to(torch.bfloat16)
+    assert not backend.cannot_compute(torch.bfloat16)  # the tests' own interpreter is mended
+    monkeypatch.setattr(backend, "_interpreter_rounds", lambda: False)
+    assert not backend.cannot_compute(torch.float16)
+    (batch,) = tiny_trajectory.subset([0]).batches(2048)
+    with pytest.warns(BackendWarning, match="triton#11584"):
+        fused = all_starts(drafter, batch, 2, feed="own", backend="triton")
+    assert torch.equal(fused.tokens, all_starts(drafter, batch, 2, feed="own").tokens)
+    with pytest.warns(BackendWarning, match="triton#11584") as said:
+        chain(drafter, batch, batch.prompt_lengths.tolist(), 2, backend="triton")
+    assert any("a chain's step" in str(warning.message) for warning in said)
+
+
+def test_the_warning_points_at_the_line_that_asked(tmp_path):
+    """In a process of its own: the tests' import hook puts frames between."""
+    program = tmp_path / "user.py"
+    program.write_text(
+        "import driftlab.draft, driftlab.kernels.backend as backend\n"
+        "inside = compile('def ask(): backend.say_torch(1, 2)', driftlab.draft.__file__, 'exec')\n"
+        "exec(inside)\n"
+        "ask()  # the line\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    assert f"{program}:4: BackendWarning: 1 runs in plain torch, not in a Triton kernel: 2" in done.stderr
 
 
 def test_an_unknown_backend_is_refused(make_drafter, tiny_trajectory):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 
 import pytest
@@ -82,6 +83,55 @@ def plain_hook(drafter):
 
 
 @contextlib.contextmanager
+def adapted(drafter):
+    """An adapter around a projection that shows the weight of what it wraps, as many do."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        weight = property(lambda self: self.inner.weight)
+        bias = property(lambda self: self.inner.bias)
+
+        def forward(self, x):
+            return self.inner(x) * -3
+
+    attention = drafter.layers[0].self_attn
+    attention.o_proj = Adapted(attention.o_proj)
+    yield
+    attention.o_proj = attention.o_proj.inner
+
+
+@contextlib.contextmanager
+def own_forward(drafter):
+    mlp = drafter.layers[0].mlp
+    mlp.forward = lambda x: 5 * type(mlp).forward(mlp, x)
+    yield
+    del mlp.forward
+
+
+@contextlib.contextmanager
+def hook_on_all(drafter):
+    def scaled(module, args, out):
+        return -4 * out if isinstance(module, type(drafter.layers[0].mlp)) else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(scaled)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def steered(drafter):
+    attention = drafter.layers[0].self_attn
+    attention.steering = (
+        lambda answer, problem, depth: dataclasses.replace(answer(problem), out=answer(problem).out * -9),
+    )
+    yield
+    attention.steering = ()
+
+
+@contextlib.contextmanager
 def pre_hook(drafter):
     handle = drafter.layers[0].hook_resid.register_forward_pre_hook(lambda module, args: (args[0] * 0 + 1, args[1]))
     yield
@@ -91,7 +141,11 @@ def pre_hook(drafter):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (controls, "interventions on the scores"),
+        (controls, "interventions on the attention"),
+        (steered, "interventions on the attention"),
+        (adapted, "module layers.0.self_attn.o_proj is not as"),
+        (own_forward, "module layers.0.mlp is not as the drafter was built"),
+        (hook_on_all, "a hook on every module"),
         (plain_hook, "attached to the module layers.0.mlp"),
         (pre_hook, "attached to the module layers.0.hook_resid"),
         (lambda d: d.hooks([("hook_feedback", lambda v, hook: v * 2)]), "hook_feedback may replace its value"),
@@ -101,7 +155,7 @@ def pre_hook(drafter):
 )
 def test_what_the_step_cannot_honour_runs_in_torch_and_says_so(change, reason, make_drafter, batch):
     from driftlab import chain
-    from driftlab.kernels.backend import BackendWarning
+    from driftlab.errors import BackendWarning
 
     drafter, rows = make_drafter(), batch.prompt_lengths.tolist()
     unchanged = chain(drafter, batch, rows, 5, backend="torch")
@@ -111,6 +165,158 @@ def test_what_the_step_cannot_honour_runs_in_torch_and_says_so(change, reason, m
             fused = chain(drafter, batch, rows, 5, backend="triton")
     assert torch.equal(fused, plain)
     assert "hook_k" in reason or not torch.equal(plain, unchanged)
+
+
+@contextlib.contextmanager
+def stored_by_columns(drafter):
+    weight = drafter.lm_head.weight
+    with torch.no_grad():
+        weight.data = weight.data.T.contiguous().T
+    yield
+    weight.data = weight.data.contiguous()
+
+
+@contextlib.contextmanager
+def biased(drafter):
+    q_proj = drafter.layers[0].self_attn.q_proj
+    q_proj.bias = torch.nn.Parameter(torch.ones(len(q_proj.weight)))
+    yield
+    q_proj.bias = None
+
+
+@contextlib.contextmanager
+def other_eps(drafter):
+    drafter.norm.eps, before = 3.0, drafter.norm.eps
+    yield
+    drafter.norm.eps = before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (stored_by_columns, "lm_head.weight is not contiguous"),
+        (biased, "layers.0.self_attn.q_proj is not as"),
+        (other_eps, "norm is not as"),
+    ],
+)
+def test_weights_that_the_kernels_would_misread_run_in_torch(change, reason, make_drafter, batch):
+    from driftlab import BackendWarning, chain
+
+    drafter, rows = make_drafter(lm_head="own"), batch.prompt_lengths.tolist()
+    with change(drafter):
+        plain = chain(drafter, batch, rows, 3, backend="torch")
+        with pytest.warns(BackendWarning, match=reason):
+            assert torch.equal(chain(drafter, batch, rows, 3, backend="triton"), plain)
+
+
+def test_a_feedback_of_depth_1_that_was_replaced_is_used(make_drafter, batch):
+    """The hook is gone when the step runs: only the state knows."""
+    from driftlab import BackendWarning
+
+    drafter, drafts = make_drafter("eagle31"), []
+    for backend in ("torch", "triton"):
+        with drafter.hooks([("hook_feedback", lambda value, hook: value * -20)]):
+            chains = session(drafter, batch, backend)
+        if backend == "torch":
+            drafts.append(chains.draft(3))
+        else:
+            with pytest.warns(BackendWarning, match="feedback of depth 1 was replaced"):
+                drafts.append(chains.draft(3))
+    assert torch.equal(*drafts)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_states_that_the_drafter_does_not_read_are_refused_before_a_kernel_sees_them(backend, make_drafter, batch):
+    from driftlab import Chain, DriftlabError
+
+    drafter = make_drafter()
+    chains = Chain(drafter, prompt_lengths=[4, 2], backend=backend)
+    for aux in (batch.aux[:, :4, :2], batch.aux[:, :4, :, :16]):
+        with pytest.raises(DriftlabError, match="3 states of width 32"):
+            chains.extend(batch.tokens[:, 1:5], aux)
+    with pytest.raises(DriftlabError, match="with 3 sequences"):
+        Chain(drafter, prompt_lengths=[4, 2, 2], backend=backend).extend(batch.tokens[:, 1:5], batch.aux[:, :4])
+    with pytest.raises(DriftlabError, match=r"rows \[4, 0\].*0\.\.3"):
+        chains.extend(batch.tokens[:, 1:5], batch.aux[:, :4], torch.tensor([4, 0]))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_head_with_nan_is_refused(backend, make_drafter, batch):
+    from driftlab import DriftlabError, chain
+
+    drafter = make_drafter(lm_head="own")
+    with torch.no_grad():
+        drafter.lm_head.weight[5, 3] = torch.nan
+    with pytest.raises(DriftlabError, match="not finite|logit is NaN"):
+        chain(drafter, batch, batch.prompt_lengths.tolist(), 2, backend=backend)
+
+
+def test_step_kernels_made_in_inference_mode_serve_outside(make_drafter, batch):
+    chains = session(make_drafter(), batch, "triton")
+    state = chains.take()
+    with torch.inference_mode():
+        first = chains._fused.draft(state, 2)
+    assert torch.equal(chains._fused.draft(state, 2), first)
+
+
+def test_weights_of_two_dtypes_run_in_torch(make_drafter, batch):
+    from driftlab import BackendWarning, chain
+
+    drafter, rows = make_drafter(), batch.prompt_lengths.tolist()
+    drafter.norm.half()
+    with pytest.warns(BackendWarning, match=r"several dtypes \(torch.float16, torch.float32\)"):
+        chain(drafter, batch, rows, 2, backend="triton")
+
+
+def test_what_a_cache_keeps_of_one_round_is_not_written_by_the_next(make_drafter, tiny_target, tiny_trajectory):
+    from driftlab import speculate
+
+    drafter = make_drafter("eagle31")
+    prompt = tiny_trajectory.tokens(0)[: int(tiny_trajectory.entries[0].prompt_length)].tolist()
+    caches = []
+    for backend in ("torch", "triton"):
+        _, cache = drafter.run_with_cache(
+            names_filter=["hook_normed", "hook_mass", "hook_resid"],
+            run=lambda d, backend=backend: speculate(
+                tiny_target, d, prompt, depth=2, max_new_tokens=5, backend=backend
+            ),
+        )
+        caches.append(cache)
+    assert set(caches[0]) == set(caches[1])
+    for key in caches[0]:
+        rounds, again = (cache.calls(*key) for cache in caches)
+        assert len(rounds) == len(again) > 1
+        for one, other in zip(rounds, again, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-6)
+
+
+def test_a_tree_is_drafted_by_the_chains_backend(make_drafter, batch, monkeypatch):
+    from driftlab import StaticTree
+    from driftlab.drafter import blocks
+    from driftlab.trees import draft_tree
+
+    asked, original = [], blocks.attend
+    monkeypatch.setattr(blocks, "attend", lambda *a, **k: asked.append(k["backend"]) or original(*a, **k))
+    draft_tree(session(make_drafter(), batch, "torch"), StaticTree(paths=((0,), (0, 0))))
+    assert asked == ["torch", "torch"]
+
+
+def test_using_reaches_chains_and_live_runs_unless_they_are_told_otherwise(make_drafter, batch, monkeypatch):
+    from driftlab import chain
+    from driftlab.kernels.chain import StepKernels
+
+    drafter, rows, calls = make_drafter(), batch.prompt_lengths.tolist(), []
+    original = StepKernels.draft
+    monkeypatch.setattr(StepKernels, "draft", lambda *a, **k: calls.append(1) or original(*a, **k))
+    with drafter.using("triton"):
+        chain(drafter, batch, rows, 2)
+        assert len(calls) == 1
+        chain(drafter, batch, rows, 2, backend="torch")
+        with drafter.using("torch"):
+            chain(drafter, batch, rows, 2)
+        assert len(calls) == 1
+    chain(drafter, batch, rows, 2)
+    assert len(calls) == 1
 
 
 def test_a_state_that_is_not_finite_is_refused(make_drafter, batch, monkeypatch):
@@ -194,7 +400,7 @@ def test_the_largest_number_below_one_takes_a_token_that_has_a_share(make_drafte
 
 def test_cuts_of_the_draft_distribution_run_in_torch_and_say_so(make_drafter, batch):
     from driftlab import DriftlabError, Sampling
-    from driftlab.kernels.backend import BackendWarning
+    from driftlab.errors import BackendWarning
 
     drafter, uniforms = make_drafter(), torch.full((2, 2), 0.4, dtype=torch.float64)
     plain = session(drafter, batch, "torch").sample(2, Sampling(temperature=1.0, top_k=3), uniforms)
