@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from driftlab.comparisons import compare
     from driftlab.draft import Chain, Draft, all_starts, chain
     from driftlab.drafter import SHIPPED, VARIANTS, Drafter, DrafterConfig
+    from driftlab.drift import Recorder, Verdict, drift_rows, verdict
     from driftlab.engines import beside, engine_report, read_engine_log
     from driftlab.errors import BackendWarning, DriftlabError
     from driftlab.histogram import RequestHistogram
+    from driftlab.interventions import intervened, parse_intervention
+    from driftlab.perturbations import Perturbation
     from driftlab.plotting import (
         plot_acceptance,
         plot_magnitude,
@@ -43,11 +46,14 @@ if TYPE_CHECKING:
 _HOME = {
     "acceptance": ("Acceptance", "accept"),
     "comparisons": ("compare",),
+    "drift": ("Recorder", "Verdict", "drift_rows", "verdict"),
     "draft": ("Chain", "Draft", "all_starts", "chain"),
     "drafter": ("SHIPPED", "VARIANTS", "Drafter", "DrafterConfig"),
     "engines": ("beside", "engine_report", "read_engine_log"),
     "errors": ("BackendWarning", "DriftlabError"),
+    "interventions": ("intervened", "parse_intervention"),
     "histogram": ("RequestHistogram",),
+    "perturbations": ("Perturbation",),
     "plotting": (
         *("plot_acceptance", "plot_magnitude", "plot_mass", "plot_mass_grid", "plot_match", "plot_quantity"),
         *("plot_recent", "plot_tau"),

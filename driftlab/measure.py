@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pandas as pd
 from driftlab.acceptance import accept, drafting_of
 from driftlab.draft import Feed, all_starts
 from driftlab.drafter import Drafter
+from driftlab.interventions import Intervention, intervened, key_of
 from driftlab.probes import AttentionMass, SinkSearch, StateNorm, drafter_settings
 from driftlab.progress import Progress, silent
 from driftlab.results import VARYING, as_rows, combine
@@ -57,13 +58,14 @@ def replay_rows(
     draft_top_k: int | None = None,
     draft_top_p: float | None = None,
     drafts: Path | None = None,
+    interventions: Sequence[Intervention] = (),
     progress: Progress = silent,
 ) -> tuple[pd.DataFrame, Simulation | Expected]:
     """Replay drafting of K = ``depth`` tokens a round, arg-max or sampled (see :func:`accept`); return rows, simulation.
 
     ``match`` rows are over all starts (to ``match_depth`` if that is deeper: match does not depend on K), the acceptance
     rows and tau over the rounds of the walk; ``starts`` says which. ``drafts``: a folder in which drafts are kept and looked
-    for (:mod:`driftlab.stored`).
+    for (:mod:`driftlab.stored`). ``interventions`` are laid on the drafter for it; their key is in the column of that name.
     """
     given = (draft_temperature, draft_top_k, draft_top_p)
     drafting = drafting_of(trajectory, rule, *given)
@@ -74,11 +76,12 @@ def replay_rows(
     elif drafts is not None:  # what costs little now and a drafting later
         kept = {"temperatures": (float(trajectory.settings["temperature"]) or 1.0,)}
     deepest = max(depth, match_depth or 0)
-    draft = stored_chains(drafts, drafter, trajectory, deepest, progress=progress, **kept)
+    with intervened(drafter, interventions):
+        draft = stored_chains(drafts, drafter, trajectory, deepest, progress=progress, **kept)
     names = ("draft_temperature", "draft_top_k", "draft_top_p")
     sampled: dict[str, Any] = dict(zip(names, given, strict=True))
     simulation = simulate(accept(draft.upto(depth), trajectory, rule=rule, **sampled))
-    plain = settings(drafter, trajectory, name, depth=depth, feed="text")
+    plain = settings(drafter, trajectory, name, depth=depth, feed="text") | {"intervention": key_of(interventions)}
     # the match of arg-max drafts has nothing to do with how others are sampled
     matches = as_rows(list(accept(draft, trajectory).records()), **plain, rule="argmax", starts="all")
     return combine([matches, *_round_rows(simulation, plain)], varying=MIXED), simulation
@@ -125,12 +128,21 @@ def probe_rows(
     depth: int,
     feed: Feed = "own",
     recent: tuple[int, ...] = (8,),
+    interventions: Sequence[Intervention] = (),
     progress: Progress = silent,
 ) -> pd.DataFrame:
-    """Probe attention mass, entropy and norms at every start, by depth; on the drafter's own tokens by default."""
-    with AttentionMass(drafter, recent=recent) as mass, StateNorm(drafter) as norm:
+    """Probe attention mass, entropy and norms at every start, by depth; on the drafter's own tokens by default.
+
+    ``interventions`` are laid on first, so that what they leave is seen.
+    """
+    with (
+        intervened(drafter, interventions),
+        AttentionMass(drafter, recent=recent) as mass,
+        StateNorm(drafter) as norm,
+    ):
         all_starts(drafter, trajectory, depth, feed=feed, progress=progress)
     common = {**settings(drafter, trajectory, name, depth=depth, feed=feed), "starts": "all"}
+    common["intervention"] = key_of(interventions)
     frame = combine([mass.frame(**common), norm.frame(**common)])
     category = {entry.id: entry.category for entry in trajectory.entries}
     return frame.assign(category=frame["prompt"].map(category).astype("str"))

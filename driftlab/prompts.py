@@ -124,9 +124,9 @@ def encode(prompt: Prompt, tokenizer: Any, *, template: bool = True, system: str
     if system is not None:
         messages = (Message("system", system), *(m for m in messages if m.role not in SYSTEM_ROLES))
     if template:
-        ids = _tokenize(_render(prompt.id, messages, tokenizer), tokenizer, special=False)
+        ids = tokenize(render(prompt.id, messages, tokenizer), tokenizer, special=False)
     else:
-        ids = _tokenize("\n\n".join(m.content for m in messages if m.content), tokenizer, special=True)
+        ids = tokenize(plain_text(messages), tokenizer, special=True)
     if not ids:
         raise DriftlabError(f"prompt {prompt.id!r} gives no token, so there is nothing to answer; give it some text")
     if _leading(ids, tokenizer.bos_token_id) > 1:
@@ -287,13 +287,17 @@ def _report(source: Any, skipped: dict[str, list[str]], empty: bool) -> None:
         warnings.warn(f"skipped prompts: {counts}", stacklevel=3)
 
 
-def _render(name: str, messages: tuple[Message, ...], tokenizer: Any) -> str:
-    """The whole dialogue at once: rendered one message at a time it can differ (slime#2263)."""
-    if not tokenizer.chat_template:
+def render(name: str, messages: Sequence[Message], tokenizer: Any, **options: Any) -> str:
+    """Return the dialogue as the chat template writes it, up to where the answer starts.
+
+    The whole dialogue at once: rendered one message at a time it can differ (slime#2263). ``options`` go to the template:
+    ``chat_template=`` in place of the tokenizer's own, and its switches. Raises and warns as :func:`encode`.
+    """
+    if not tokenizer.chat_template and not options.get("chat_template"):
         raise DriftlabError("this tokenizer has no chat template; pass template=False to use the raw text")
     dialogue = [message._asdict() for message in messages]
     try:
-        text = tokenizer.apply_chat_template(dialogue, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(dialogue, **{"add_generation_prompt": True, **options}, tokenize=False)
     except Exception as error:  # a template raises whatever it likes: "System role not supported", roles must alternate
         raise DriftlabError(f"prompt {name!r}: the chat template refuses this dialogue ({error})") from error
     for message in messages:
@@ -302,8 +306,16 @@ def _render(name: str, messages: tuple[Message, ...], tokenizer: Any) -> str:
     return text
 
 
-def _tokenize(text: str, tokenizer: Any, special: bool) -> list[int]:
-    """Ids with exactly one BOS if the tokenizer adds one, whether or not ``text`` already starts with it."""
+def plain_text(messages: Iterable[Message]) -> str:
+    """Return the messages' texts without a template, joined by blank lines."""
+    return "\n\n".join(m.content for m in messages if m.content)
+
+
+def tokenize(text: str, tokenizer: Any, special: bool) -> list[int]:
+    """Return ids with exactly one BOS if the tokenizer adds one, whether or not ``text`` already starts with it.
+
+    ``special``: with the tokenizer's other special tokens too.
+    """
     bos = tokenizer.bos_token_id
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     full = list(tokenizer(text)["input_ids"])

@@ -27,7 +27,9 @@ import pyarrow.parquet as pq
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic, write_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+ADDED = {"2": ("intervention",)}
+"""columns that files of an older version do not have; their neutral value is what held then"""
 CSV_HEAD = "# driftlab rows v"
 PARQUET_KEY = b"driftlab_rows"
 
@@ -52,6 +54,7 @@ SETTINGS = {
     "ttt": "int64",
     "seed": "int64",
     "rule": "str",
+    "intervention": "str",
 }
 KEYS = {
     "prompt": "str",
@@ -248,8 +251,8 @@ def _write_parquet(path: Path, frame: pd.DataFrame) -> None:
 
 def _read_parquet(path: Path) -> pd.DataFrame:
     table = pq.read_table(path)
-    _check_version((table.schema.metadata or {}).get(PARQUET_KEY, b"").decode())
-    return table.to_pandas()
+    stored = (table.schema.metadata or {}).get(PARQUET_KEY, b"").decode()
+    return _brought_up(table.to_pandas(), stored)
 
 
 def _write_csv(path: Path, frame: pd.DataFrame) -> None:
@@ -261,19 +264,28 @@ def _write_csv(path: Path, frame: pd.DataFrame) -> None:
 def _read_csv(path: Path) -> pd.DataFrame:
     with open(path, encoding="utf-8") as file:
         first = file.readline().strip()
-    _check_version(first.removeprefix(CSV_HEAD) if first.startswith(CSV_HEAD) else "")
+    stored = first.removeprefix(CSV_HEAD) if first.startswith(CSV_HEAD) else ""
+    _check_version(stored)
     # numbers come as text and are parsed by float: pandas' own parser is off by a bit before version 3.1
     floats = [name for name, dtype in COLUMNS.items() if dtype == "float64"]
     # a prompt may be called "NA": only an empty number is missing
     frame = pd.read_csv(path, skiprows=1, dtype={**COLUMNS, **dict.fromkeys(floats, "str")}, keep_default_na=False)
     held = [name for name in floats if name in frame.columns]
-    return frame.assign(**{name: frame[name].replace("", "nan").astype("float64") for name in held})
+    return _brought_up(
+        frame.assign(**{name: frame[name].replace("", "nan").astype("float64") for name in held}), stored
+    )
+
+
+def _brought_up(frame: pd.DataFrame, stored: str) -> pd.DataFrame:
+    """Return the rows of a file as this version has them."""
+    _check_version(stored)
+    return frame.assign(**{name: NEUTRAL[name] for name in ADDED.get(stored, ())})
 
 
 def _check_version(stored: str) -> None:
     if not stored:
         raise DriftlabError("no driftlab format version in it: it was not written by results.write_rows")
-    if stored != str(FORMAT_VERSION):
+    if stored != str(FORMAT_VERSION) and stored not in ADDED:
         raise DriftlabError(
             f"written as driftlab rows v{stored}, and this driftlab reads v{FORMAT_VERSION}: "
             "use the driftlab that wrote it, or make the rows again"

@@ -159,7 +159,8 @@ def _held(path: Path, key: str) -> Draft | TreeDraft | None:
 
 def _altered(drafter: Drafter) -> bool:
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in drafter.modules())
-    return hooked or any(layer.self_attn.controls != Controls() for layer in drafter.layers)
+    blocks = [layer.self_attn for layer in drafter.layers]
+    return hooked or any(block.controls != Controls() or block.steering for block in blocks)
 
 
 def _fingerprint(drafter: Drafter) -> str:

@@ -47,7 +47,7 @@ def main() -> None:
     """Run the sections that are wanted, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench_kernels"))
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, in the interpreter: start it with TRITON_INTERPRET=1")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU; start with TRITON_INTERPRET=1")
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     args = parser.parse_args()
     if args.dry_run and os.environ.get("TRITON_INTERPRET") != "1":

@@ -154,20 +154,31 @@ def test_the_first_line_of_csv_is_the_version_and_another_version_is_refused(tmp
     path = tmp_path / "rows.csv"
     results.write_rows(path, sample())
     first, rest = path.read_text().split("\n", 1)
-    assert first == "# driftlab rows v2"
+    assert first == "# driftlab rows v3"
     path.write_text("# driftlab rows v99\n" + rest)
-    with pytest.raises(DriftlabError, match=r"rows\.csv: written as driftlab rows v99.*reads v2"):
+    with pytest.raises(DriftlabError, match=r"rows\.csv: written as driftlab rows v99.*reads v3"):
         results.read_rows(path)
     path.write_text(rest)
     with pytest.raises(DriftlabError, match="no driftlab format version"):
         results.read_rows(path)
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_rows_of_version_2_are_read_as_rows_without_an_intervention(tmp_path, suffix):
+    path, old = tmp_path / f"rows.{suffix}", sample().drop(columns="intervention")
+    if suffix == "csv":
+        path.write_text("# driftlab rows v2\n" + old.to_csv(index=False))
+    else:
+        table = pa.Table.from_pandas(old, preserve_index=False)
+        pq.write_table(table.replace_schema_metadata({results.PARQUET_KEY: "2"}), path)
+    pd.testing.assert_frame_equal(results.read_rows(path), sample())
+
+
 def test_another_version_of_parquet_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     table = pa.Table.from_pandas(sample(), preserve_index=False)
-    pq.write_table(table.replace_schema_metadata({results.PARQUET_KEY: "3"}), path)
-    with pytest.raises(DriftlabError, match="written as driftlab rows v3"):
+    pq.write_table(table.replace_schema_metadata({results.PARQUET_KEY: "4"}), path)
+    with pytest.raises(DriftlabError, match="written as driftlab rows v4"):
         results.read_rows(path)
     pq.write_table(table, path)
     with pytest.raises(DriftlabError, match="no driftlab format version"):
@@ -178,8 +189,8 @@ def test_broken_files_are_named(tmp_path):
     for name, content in {
         "a.parquet": b"PAR1 cut",
         "b.csv": b"\xff\xfe\x00",
-        "c.csv": b"# driftlab rows v2\n",
-        "d.csv": b"# driftlab rows v2\nvariant,depth\neagle3,deep\n",
+        "c.csv": b"# driftlab rows v3\n",
+        "d.csv": b"# driftlab rows v3\nvariant,depth\neagle3,deep\n",
     }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DriftlabError, match=name):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from driftlab.errors import DriftlabError
 from driftlab.files import cache_dir
 from driftlab.models import PACKAGED
+from driftlab.perturbations import Perturbation
 from driftlab.progress import Progress, silent
 from driftlab.prompts import Prompt, encode, load_prompts
 from driftlab.target.adapter import Adapter
@@ -18,6 +21,7 @@ from driftlab.target.continuous import SelfJob, Source, record_self
 from driftlab.target.loading import load_pretrained
 from driftlab.target.record import Job, run
 from driftlab.target.sampling import Sampling, continue_prompts, streams
+from driftlab.target.windows import Window
 from driftlab.trajectory import TargetHead, TargetSpec, Trajectory
 from driftlab.workers import usable_cores
 
@@ -127,6 +131,19 @@ class Target:
         """Embedding, head and final-norm gain."""
         return self.adapter.head()
 
+    @contextmanager
+    def attention(self, *, window: int, sinks: int = 0) -> Iterator[None]:
+        """See only the last ``window`` keys (a query's own among them) and the first ``sinks`` of the text, in the block.
+
+        A mask, in every layer, in prefill and in decoding; positions stay (:mod:`driftlab.target.windows`). What is recorded
+        in the block says so and has another name. Needs eager or SDPA attention; blocks do not nest.
+
+        Raises:
+            DriftlabError: a window below 1, negative sinks, layers or an attention that a mask does not reach, another block.
+        """
+        with self.adapter.attending(Window(window, sinks)):
+            yield
+
     def record(
         self,
         prompts: Any = "default",
@@ -138,6 +155,7 @@ class Target:
         seed: int = 0,
         template: bool = True,
         system: str | None = None,
+        perturbation: Perturbation | None = None,
         answers: Sequence[str] | Sequence[Sequence[int]] | None = None,
         own_answers: bool = False,
         out: str | Path | None = None,
@@ -154,6 +172,7 @@ class Target:
             seed: of the sampling; each sequence has its own stream.
             template: render the tokenizer's chat template; off: the raw text.
             system: system message, in place of the prompt's own or the template's default.
+            perturbation: a change of the input (:mod:`driftlab.perturbations`), in place of ``template`` and ``system``.
             answers: record these texts, or token ids, in place of generating (the target's own answers, or replay is not what
                 the target would say).
             own_answers: the given answers are the target's own, made with these sampling settings (by a live run, say).
@@ -173,7 +192,15 @@ class Target:
         if isinstance(answers, str):
             raise DriftlabError("answers is one string: give a list with one answer per prompt")
         loaded = load_prompts(prompts)
-        prompt_ids = [tuple(encode(p, self.tokenizer, template=template, system=system)) for p in loaded]
+        if perturbation is not None and not (template and system is None):
+            raise DriftlabError(
+                f"perturbation {perturbation.key!r} says how the prompt is made: leave template= and system= out"
+            )
+        if perturbation is None:
+            ids = [encode(p, self.tokenizer, template=template, system=system) for p in loaded]
+        else:
+            ids = perturbation.encode(loaded, self.tokenizer)
+        prompt_ids = [tuple(tokens) for tokens in ids]
         answer_ids = None if answers is None else self._encode_answers(answers, loaded, max_new_tokens)
         if own_answers and (answers is None or any(isinstance(answer, str) for answer in answers)):
             raise DriftlabError(
@@ -181,8 +208,12 @@ class Target:
                 "encoded again need not be the same tokens)"
             )
         self._check_lengths(loaded, prompt_ids, max_new_tokens)
+        window = self.adapter.window
+        attention = "" if window is None else window.label
+        # the label stands wherever a number does
+        spec = self.spec if window is None else dataclasses.replace(self.spec, label=f"{self.spec.label}, {attention}")
         job = Job(
-            spec=self.spec,
+            spec=spec,
             aux_layers=self.aux_layers,
             prompts=tuple(loaded),
             prompt_ids=tuple(prompt_ids),
@@ -190,9 +221,10 @@ class Target:
             own_answers=own_answers or answers is None,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature, top_k, top_p, seed),
-            template="chat" if template else "none",
+            template=perturbation.key if perturbation is not None else "chat" if template else "none",
             target_dtype=str(self.adapter.dtype).removeprefix("torch."),
             store_dtype=str(store_dtype or self.adapter.dtype).removeprefix("torch."),
+            attention=attention,
         )
         return run(
             self.adapter,
@@ -252,6 +284,10 @@ class Target:
             raise DriftlabError(
                 f"count {count}, max_new_tokens {max_new_tokens}, slots {slots} and user_tokens {user_tokens} must be at "
                 "least 1"
+            )
+        if self.adapter.window is not None:
+            raise DriftlabError(
+                "self-prompts are made in slots, which know no window: make them outside target.attention(...)"
             )
         prefix, suffix = self._user_turn(reply=True)
         store = store_dtype or self.adapter.dtype

@@ -27,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from driftlab.errors import DriftlabError
 from driftlab.target.caches import SlotCache, TargetCache
 from driftlab.target.watching import MassRecorder, mass_attention, slot_attention
+from driftlab.target.windows import Window, window_mask, windowed
 from driftlab.trajectory import TargetHead, TargetSpec
 
 _CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
@@ -51,6 +52,7 @@ class Adapter:
                 f"{type(model).__name__}: its decoder has no .layers and .norm, so its states cannot be captured"
             )
         self.config = model.config.get_text_config()
+        self.window: Window | None = None
 
     @property
     def device(self) -> torch.device:
@@ -132,6 +134,26 @@ class Adapter:
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def attending(self, window: Window) -> Iterator[None]:
+        """Attend through a window in the block (:mod:`driftlab.target.windows`).
+
+        Raises:
+            DriftlabError: layers that are no softmax attention, which see all of a text through a state; see also
+                :func:`driftlab.target.windows.windowed`.
+        """
+        if unknown := self._other_layer_types():
+            raise DriftlabError(
+                f"{type(self.model).__name__} has layers of type {unknown}: they see the text in another way than through "
+                "a mask over its keys, so a window would not hold"
+            )
+        with windowed(self.model, self.config, window):
+            self.window = window
+            try:
+                yield
+            finally:
+                self.window = None
 
     def new_cache(self) -> TargetCache:
         """Return an empty cache."""
@@ -220,7 +242,11 @@ class Adapter:
             self.model.set_attn_implementation(before)
 
     def check_slots(self) -> None:
-        """Raise DriftlabError if the model has layers that :meth:`hidden_slots` has no mask or cache for."""
+        """Raise DriftlabError if the model has layers that :meth:`hidden_slots` has no mask or cache for, or a window."""
+        if self.window is not None:
+            raise DriftlabError(
+                f"decoding in slots knows no {self.window.label}: make these prompts outside target.attention(...)"
+            )
         if unknown := self._other_layer_types():
             raise DriftlabError(
                 f"{type(self.model).__name__} has layers of type {unknown}: only layers with softmax attention "
@@ -257,6 +283,10 @@ class Adapter:
             DriftlabError: where a sliding window would already hide something, since the mask knows none, or a layer keeps one
                 state for a whole text and so has no branches.
         """
+        if self.window is not None:
+            raise DriftlabError(
+                f"the mask of a tree knows no {self.window.label}: draft chains in target.attention(...)"
+            )
         if unknown := self._other_layer_types():
             raise DriftlabError(
                 f"{type(self.model).__name__} has layers of type {unknown}: what is no softmax attention cannot verify the "
@@ -296,7 +326,8 @@ class Adapter:
             raise DriftlabError(f"{type(self.model).__name__} has no SDPA attention to watch (learned sinks have none)")
         AttentionInterface.register(_MASS_ATTENTION, mass_attention)
         # without a mask of the same name the mask is silently dropped
-        AttentionMaskInterface.register(_MASS_ATTENTION, sdpa_mask)
+        mask = sdpa_mask if self.window is None else window_mask(self.window, sdpa_mask)
+        AttentionMaskInterface.register(_MASS_ATTENTION, mask)
         before = self.config._attn_implementation
         recorder = MassRecorder(first_query)
         self.model.set_attn_implementation(_MASS_ATTENTION)

@@ -59,6 +59,7 @@ class Job:
     template: str
     target_dtype: str
     store_dtype: str
+    attention: str = ""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -70,6 +71,8 @@ class Job:
             "answers": "target" if self.answers is None else "own" if self.own_answers else "given",
             "target_dtype": self.target_dtype,
             "store_dtype": self.store_dtype,
+            # absent where the target attends as it does: the names of recordings made so do not change
+            **({"attention": self.attention} if self.attention else {}),
         }
 
     @property

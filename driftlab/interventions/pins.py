@@ -1,0 +1,356 @@
+r"""Attention pin: the sink's mass held at its depth-1 value, per head and start, and its controls.
+
+With m_1 the sink's mass at depth 1 and m_k what it would have at depth k without the pin, each after every other intervention,
+
+    b = logit(m_1) - logit(m_k) on the scores of the sink's keys  =>  m_k e^b / (m_k e^b + 1 - m_k) = m_1,
+
+and all other keys keep their proportions. For a single key c with mass p_c the same in closed form: r = (1 - m_1) / (1 - p_c),
+
+    out' = r out + (m_1 - r p_c) v_c,   mass likewise,   lse' = lse - ln r,
+    entropy' = h(m_1) + r (entropy - h(p_c)) - (1 - m_1) ln r,   h(x) = -x ln x.
+
+We found no published attention pin; the definitions are ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from driftlab.attention import Answer, Attended, Problem
+from driftlab.drafter import Drafter
+from driftlab.errors import DriftlabError
+from driftlab.hooks import HookPoint
+from driftlab.interventions.base import PIN, ByRow, OnAttention, Running, listen, rms, steer
+from driftlab.interventions.merging import by_head, scores_of
+from driftlab.interventions.states import rescaled
+from driftlab.segments import Segment
+
+TINY, PUSH = 1e-30, 80.0
+"""a mass below which float32 holds few digits of it, and how far scores are moved to see them"""
+MOST = 0.999
+"""mass of a single key, moved in closed form, at most: what is left beside it is scaled up, and its rounding with it"""
+SCORE_BYTES = 2**26
+"""bytes of scores held at a time while a key of equal mass is looked for"""
+
+
+@dataclass
+class PinReport:
+    """What a pin did, counted over valid starts x heads x depths, by (layer, head).
+
+    ``total``: how many there were; ``small``: left alone, for the depth-1 mass is below ``least``; ``lost``: left alone, for no
+    mass is left that a score could raise, or there is no such key. ``worst``: largest difference between the mass that came out
+    and the one wanted; ``gap``: sum over the pinned of |m_1 of the key - m_1 of the sink|, 0 for the sink itself.
+    """
+
+    least: float
+    total: dict[tuple[int, int], int] = field(default_factory=dict)
+    small: dict[tuple[int, int], int] = field(default_factory=dict)
+    lost: dict[tuple[int, int], int] = field(default_factory=dict)
+    gap: dict[tuple[int, int], float] = field(default_factory=dict)
+    worst: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Share of starts x heads x depths that were pinned; NaN when nothing ran."""
+        total = sum(self.total.values())
+        return 1 - (sum(self.small.values()) + sum(self.lost.values())) / total if total else float("nan")
+
+    @property
+    def mean_gap(self) -> float:
+        """Mean over the pinned of the distance between the key's depth-1 mass and the sink's; NaN when none was."""
+        pinned = sum(self.total.values()) - sum(self.small.values()) - sum(self.lost.values())
+        return sum(self.gap.values()) / pinned if pinned else float("nan")
+
+    @property
+    def excluded(self) -> tuple[tuple[int, int], ...]:
+        """The (layer, head) that were never pinned: about them the experiment says nothing."""
+        return tuple(key for key, n in self.total.items() if self.small[key] + self.lost[key] == n)
+
+    def __str__(self) -> str:
+        """One line for a report."""
+        return (
+            f"pinned {self.share:.1%} of starts x heads x depths; {len(self.excluded)} of {len(self.total)} heads never "
+            f"(depth-1 mass below {self.least:g}, or nothing to raise): about those it says nothing"
+        )
+
+
+@dataclass(frozen=True)
+class AttentionPin(OnAttention):
+    """Mass held at its depth-1 value, per head and start. Yields a :class:`PinReport`.
+
+    Args:
+        of: "sink"; or, as a control, "equal": of the keys of the context that are no sink, for each head and start, the one
+            whose depth-1 mass is closest to the sink's (of equals the first) is held at its own depth-1 mass. The report's gap
+            says how equal they were.
+        state: "free"; or, as a control, "rescaled": the pin changes the state as well, so the residual stream that leaves a
+            pinned layer (after the last: the feedback) is rescaled to the RMS that it has when the pin is taken off this layer
+            at this depth, all before being as it is.
+        least: of the sink's depth-1 mass; heads and starts below it are left alone.
+    """
+
+    of: str = "sink"
+    state: str = "free"
+    least: float | int = 0.05
+    depths: str | int = field(default="2-", kw_only=True)
+
+    kind: ClassVar[str] = "pin"
+    forms: ClassVar[tuple[str, ...]] = ("pin:sink[:state=rescaled][:least=MASS]", "pin:equal[:least=MASS]")
+    places: ClassVar[tuple[str, ...]] = ("of",)
+
+    def check(self) -> None:
+        """See :meth:`Intervention.check`."""
+        if self.of not in ("sink", "equal") or self.state not in ("free", "rescaled") or not 0 < self.least < 1:
+            raise DriftlabError(
+                f'attention pin of {self.of!r}, state {self.state!r}, least {self.least}: of is "sink" or "equal", state '
+                '"free" or "rescaled", least a mass between 0 and 1'
+            )
+        if self.acts_at(1):
+            raise DriftlabError(f"{self.key}: depth 1 is what the mass is held at; say depths from 2 on, as in @2-")
+
+    def attach(self, drafter: Drafter, stack: ExitStack) -> PinReport:
+        """See :meth:`Intervention.attach`."""
+        report = PinReport(float(self.least))
+        for index, block in self.blocks(drafter):
+            pinned = _Pinned(self, index, report)
+            Running(drafter, stack, pinned.clear)
+            steer(stack, drafter, block, PIN, pinned)
+            if self.state == "rescaled":
+                _Rescaled(self, drafter, index, pinned).attach(stack)
+        return report
+
+
+class _Pinned:
+    """The pin of one layer."""
+
+    def __init__(self, pin: AttentionPin, layer: int, report: PinReport) -> None:
+        self.pin, self.layer, self.report = pin, layer, report
+        self._sink, self._logit, self._mass, self._key = ByRow(), ByRow(), ByRow(), ByRow()
+        self.free: Tensor | None = None
+        self.held: Tensor | None = None
+
+    def clear(self) -> None:
+        for memory in (self._sink, self._logit, self._mass, self._key):
+            memory.clear()
+
+    def __call__(self, answer: Answer, problem: Problem, depth: int) -> Attended:
+        if depth > 1 and not self.pin.acts_at(depth):
+            self.free = self.held = None
+            return answer(problem)
+        problem = dataclasses.replace(problem, stats=dataclasses.replace(problem.stats, mass=True))
+        free = answer(problem)
+        if depth == 1:
+            self._remember(problem, free)
+            return free
+        self.free = free.out
+        sink, wanted = (memory.at(problem.rows).transpose(1, 2) for memory in (self._sink, self._mass))
+        large = sink >= self.pin.least
+        hold = self._hold_sink if self.pin.of == "sink" else self._hold_key
+        result, error = hold(answer, problem, free, large, wanted)
+        self._count(problem, large, error, (wanted - sink).abs())
+        return result
+
+    def _hold_sink(
+        self, answer: Answer, problem: Problem, free: Attended, large: Tensor, wanted: Tensor
+    ) -> tuple[Attended, Tensor]:
+        sink, rest = _parts(free.mass)
+        trial = torch.where(sink < TINY, PUSH, 0.0) - torch.where(rest < TINY, PUSH, 0.0)
+        now = sink.log() - rest.log()
+        if bool((trial != 0).any()):  # a float32 mass of 1e-40 has lost its digits: look again from nearer by
+            sink, rest = _parts(answer(_raised(problem, trial.to(free.lse.dtype))).mass)
+            now = torch.where(trial != 0, sink.log() - rest.log() - trial, now)
+        shift = self._logit.at(problem.rows).transpose(1, 2) - now
+        self.held = large & shift.isfinite()
+        if not bool(self.held.any()):
+            return free, torch.zeros_like(wanted)
+        result = answer(_raised(problem, torch.where(self.held, shift, 0.0).to(free.lse.dtype)))
+        return result, (result.mass[..., int(Segment.SINK)] - wanted).abs()
+
+    def _hold_key(
+        self, answer: Answer, problem: Problem, free: Attended, large: Tensor, wanted: Tensor
+    ) -> tuple[Attended, Tensor]:
+        exact, out = free, free.out
+        if out.dtype.itemsize < 4:  # what is left beside the key is scaled up, and its rounding with it
+            names = ("q", "context_k", "context_v", "own_k", "own_v")
+            problem = dataclasses.replace(problem, **{name: getattr(problem, name).float() for name in names})
+            exact = answer(problem)
+        key = _Key(problem, exact, self._key.at(problem.rows).transpose(1, 2))
+        self.held = large & (wanted > 0) & (wanted < 1) & (key.mass > 0) & (key.mass < MOST)
+        moved = key.at(torch.where(self.held, wanted, key.mass))
+        kept = torch.where(self.held[..., None], moved.out.to(out.dtype), out)
+        return dataclasses.replace(moved, out=kept), torch.zeros_like(wanted)
+
+    def _remember(self, problem: Problem, free: Attended) -> None:
+        rows, total = problem.rows, problem.segments.shape[1]
+        sink = mass = free.mass[..., int(Segment.SINK)]
+        if self.pin.of == "equal":
+            key, mass = _closest(problem, free.lse, sink)
+            self._key.put(rows, key.transpose(1, 2), total)
+        held, rest = _parts(free.mass)
+        self._logit.put(rows, (held.log() - rest.log()).transpose(1, 2), total)
+        self._sink.put(rows, sink.transpose(1, 2), total)
+        self._mass.put(rows, mass.transpose(1, 2), total)
+
+    def _count(self, problem: Problem, large: Tensor, error: Tensor, gap: Tensor) -> None:
+        valid = torch.ones_like(problem.rows, dtype=torch.bool) if problem.valid is None else problem.valid
+        valid, held, report = valid[:, None], self.held, self.report
+        counted = {
+            "total": valid.expand_as(held),
+            "small": valid & ~large,
+            "lost": valid & large & ~held,
+            "gap": torch.where(valid & held, gap, 0.0),
+        }
+        for name, value in counted.items():
+            table = getattr(report, name)
+            for head, n in enumerate(value.sum((0, 2)).tolist()):
+                table[self.layer, head] = table.get((self.layer, head), 0) + n
+        report.worst = max(report.worst, float(torch.where(valid & held, error, 0.0).max()))
+
+
+class _Key:
+    """One context key a head and start, and what becomes of an answer when its mass is moved."""
+
+    def __init__(self, problem: Problem, free: Attended, key: Tensor) -> None:
+        self.problem, self.free = problem, free
+        index = key.nan_to_num(0).long().clamp(min=0)
+        self.place, self.segment = index, problem.segments[:, None].expand(-1, index.shape[1], -1).gather(2, index)
+        keys, self.value = (_at(by_head(x, problem), index) for x in (problem.context_k, problem.context_v))
+        self.mass = (scores_of(problem, keys, self.segment) - free.lse).exp().clamp(max=1)
+        seen = (key >= 0) & (index <= problem.rows[:, None])
+        if problem.window:
+            seen &= index > (problem.rows + problem.own - problem.window)[:, None]
+        self.mass = self.mass.masked_fill(~seen, 0)
+
+    def at(self, target: Tensor) -> Attended:
+        """Return the answer with the key's mass at ``target [batch head start]``."""
+        free, wide = self.free, self.free.lse.dtype
+        ratio = torch.where(target == self.mass, 1.0, (1 - target) / (1 - self.mass))
+        more = torch.where(target == self.mass, 0.0, target - ratio * self.mass)
+        out = ratio[..., None] * free.out.to(wide) + more[..., None] * self.value.to(wide)
+        mass = ratio[..., None] * free.mass
+        mass = mass.scatter_add(3, self.segment[..., None], more[..., None].to(mass.dtype))
+        entropy = recent = None
+        if free.entropy is not None:
+            others = ratio * (free.entropy - torch.special.entr(self.mass))
+            entropy = torch.special.entr(target) + others - torch.where(ratio > 0, (1 - target) * ratio.log(), 0.0)
+        if free.recent is not None:
+            place = (self.problem.rows + self.problem.own)[:, None]
+            among = torch.stack([self.place > place - width for width in self.problem.stats.recent], -1)
+            recent = ratio[..., None] * free.recent + among * more[..., None]
+        return dataclasses.replace(
+            free,
+            out=out.to(free.out.dtype),
+            lse=free.lse - ratio.log(),
+            mass=mass,
+            entropy=entropy,
+            recent=recent,
+            columns=None,
+        )
+
+
+class _Rescaled:
+    """Rescales what leaves a pinned layer to the RMS that it has without the pin."""
+
+    def __init__(self, pin: AttentionPin, drafter: Drafter, index: int, pinned: _Pinned) -> None:
+        self.pin, self.drafter, self.index, self.pinned = pin, drafter, index, pinned
+        self.layer, self.last = drafter.layers[index], index == len(drafter.layers) - 1
+        self.attended, self.after, self.gate, self.resid = (torch.empty(0) for _ in range(4))
+
+    def attach(self, stack: ExitStack) -> None:
+        name = f"layers.{self.index}"
+        listen(stack, self.drafter, f"{name}.hook_attn_out", lambda v, hook: self._keep("attended", v), read_only=True)
+        norm = self.layer.post_attention_layernorm
+        stack.callback(norm.register_forward_pre_hook(lambda module, args: self._keep("after", args[0])).remove)
+        gate = self.layer.self_attn.gate
+        if gate is not None:
+            stack.callback(gate.register_forward_hook(lambda module, args, output: self._keep("gate", output)).remove)
+        listen(stack, self.drafter, f"{name}.hook_resid", self._on_resid)
+        if self.last:
+            listen(stack, self.drafter, "hook_feedback", self._on_feedback)
+
+    def _keep(self, name: str, value: Tensor) -> None:
+        setattr(self, name, value)
+
+    def _on_resid(self, value: Tensor, hook: HookPoint) -> Any:
+        if hook.depth == 1 or not self.pin.acts_at(hook.depth):
+            return value
+        out = rearrange(self.pinned.free, "b h s d -> b s (h d)")
+        if self.layer.self_attn.gate is not None:
+            out = out * torch.sigmoid(self.gate)
+        # called as functions: hooks are not to see a pass that is not the run's
+        free = self.after - self.attended + self.layer.self_attn.o_proj.forward(out)
+        self.resid = free + self.layer.mlp.forward(self.layer.post_attention_layernorm.forward(free))
+        return value if self.last else self._scaled(value, self.resid)
+
+    def _on_feedback(self, value: Tensor, hook: HookPoint) -> Any:
+        if hook.depth == 1 or not self.pin.acts_at(hook.depth):
+            return value
+        return self._scaled(
+            value, self.drafter.norm.forward(self.resid) if self.drafter.config.norm_output else self.resid
+        )
+
+    def _scaled(self, value: Tensor, free: Tensor) -> Tensor:
+        held = self.pinned.held.any(1)[..., None]
+        return torch.where(held, rescaled(value, rms(value), rms(free)), value)
+
+
+def _parts(mass: Tensor) -> tuple[Tensor, Tensor]:
+    """The sink's mass and the others', in float64: 1 - m would be rounding where m is nearly 1."""
+    others = [int(segment) for segment in Segment if segment is not Segment.SINK]
+    return mass[..., int(Segment.SINK)].double(), mass[..., others].double().sum(-1)
+
+
+def _raised(problem: Problem, shift: Tensor) -> Problem:
+    """Return the problem with ``shift [batch head start]`` on the sink's scores."""
+    bias = torch.nn.functional.pad(shift[..., None], (int(Segment.SINK), len(Segment) - 1 - int(Segment.SINK)))
+    old = problem.controls.bias
+    controls = dataclasses.replace(problem.controls, bias=bias if old is None else bias + old)
+    return dataclasses.replace(problem, controls=controls)
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """Pick keys [batch head ctx d] by place [batch head start]."""
+    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
+
+
+def _closest(problem: Problem, lse: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the place of the key whose mass is closest to ``wanted [batch head start]``, as a number, and its mass.
+
+    Keys that are no sink, among those seen in the window; -1 and mass 0 where there is none. Scores exist for some starts at a
+    time.
+    """
+    batch, heads, starts, _ = problem.q.shape
+    context, wide = problem.context_k.shape[2], lse.dtype
+    kv_heads = problem.context_k.shape[1]
+    block = max(1, SCORE_BYTES // (8 * batch * heads * max(context, 1)))
+    keys = problem.context_k.to(wide)[:, :, None].transpose(-1, -2)
+    place = torch.arange(context, device=lse.device)
+    found, masses = [], []
+    for first in range(0, starts, block):
+        part = problem.at(slice(first, first + block))
+        q = part.q.to(wide).view(batch, kv_heads, heads // kv_heads, -1, part.q.shape[-1])
+        scores = ((q * part.scale) @ keys).view(batch, heads, -1, context)
+        scaling, bias, drop = part.controls.score_scale, part.controls.bias, part.controls.drop
+        scores = scores * (scaling[..., None] if isinstance(scaling, Tensor) and scaling.ndim else scaling)
+        if bias is not None:
+            bias = bias.to(wide).expand(*scores.shape[:3], len(Segment))
+            scores = scores + bias.gather(-1, part.segments[:, None, None].expand(scores.shape))
+        hidden = (place > part.rows[..., None]) | (part.segments == int(Segment.SINK))[:, None]
+        if part.window:
+            hidden = hidden | (place <= (part.rows + part.own - part.window)[..., None])
+        if drop is not None:
+            hidden = hidden | (drop if drop.ndim == 3 else drop[:, None])
+        p = (scores - lse[:, :, first : first + block, None]).exp()
+        away = (p - wanted[:, :, first : first + block, None]).abs().masked_fill(hidden[:, None], torch.inf)
+        best = away.min(-1, keepdim=True)
+        mass = p.gather(-1, best.indices)[..., 0]
+        none = best.values[..., 0] == torch.inf
+        found.append(best.indices[..., 0].masked_fill(none, -1).to(torch.float64))
+        masses.append(mass.masked_fill(none, 0))
+    return torch.cat(found, 2), torch.cat(masses, 2)
