@@ -9,8 +9,9 @@ No T x T map outlives a block of starts, in the backward pass neither: it makes 
 and masses are float32 (float64 if the inputs are). A learned sink logit (gpt-oss) joins the denominator and belongs to no
 segment: the masses then sum to 1 minus its share.
 
-Three executors answer the same :class:`~driftlab.kernels.problem.Problem`: ``kernels.reference``, the dense specification;
-``kernels.blocked``, plain torch for any device; ``kernels.replay``, one fused Triton kernel.
+Four executors answer the same :class:`~driftlab.kernels.problem.Problem`: ``kernels.reference``, the dense specification;
+``kernels.blocked``, plain torch for any device; ``kernels.flash``, torch's flash kernel on a CPU, as far as it goes;
+``kernels.replay``, one fused Triton kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from driftlab.kernels import blocked, reference
+from driftlab.kernels import blocked, flash, reference
 from driftlab.kernels.backend import cannot_compute, say_torch, wants_triton
 from driftlab.kernels.problem import Attended, Controls, Problem, Stats, sees_sink
 
@@ -89,7 +90,8 @@ def _answer(problem: Problem, *, block: int | None, backend: str) -> Attended:
     wants_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*tensors, *_others(problem))
     )
-    executor: Any = partial(blocked.attend, block=block), blocked.backward
+    run = blocked.attend if q.device.type != "cpu" or flash.refuses(problem) else flash.attend
+    executor: Any = partial(run, block=block), blocked.backward
     through_others = wants_grad and (_has_stats(problem) or any(t.requires_grad for t in _others(problem)))
     if wants_triton(backend, q.device):
         from driftlab.kernels import replay

@@ -179,11 +179,11 @@ def eager(given: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def build(job: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Be a worker that measures memory: the libraries are loaded by the same call on a short text first."""
+    """Be a worker that measures memory: the libraries are loaded by the same call on a text long enough to go the same way."""
     import torch
 
     torch.set_num_threads(job["threads"])
-    contender(job["name"], inputs(64))()
+    contender(job["name"], inputs(256))()
     call = contender(job["name"], inputs(job["tokens"]))
     baseline = peak_mib()
 
