@@ -1,4 +1,4 @@
-"""What is measured on a recording: probe, simulate."""
+"""What is measured on a recording: simulate."""
 
 from __future__ import annotations
 
@@ -9,54 +9,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from driftlab.cli.common import load_drafter, named, progress_bar, sink_words, table_words
+from driftlab.cli.common import load_drafter, named, progress_bar, table_words
 from driftlab.errors import DriftlabError
-
-
-def probe(
-    recording: Positional[Path],
-    drafters: Positional[tuple[Path, ...]],
-    out: Path = Path("runs/probe.parquet"),
-    depth: int = 8,
-    feed: Literal["text", "own"] = "own",
-    recent: tuple[int, ...] = (8,),
-    sink: tuple[int, ...] | None = None,
-    device: str = "cpu",
-    backend: Literal["auto", "torch", "triton"] = "auto",
-    given: tuple[str, ...] = (),
-) -> None:
-    """Measure attention mass, entropy and state norms per draft depth; write them as rows and print the means.
-
-    Args:
-        recording: folder that `driftlab record` wrote.
-        drafters: one or more drafter folders, or names of shipped drafters (smollm2-eagle31, ...).
-        out: .parquet or .csv.
-        depth: K.
-        feed: own: the drafter's tokens (deployed behaviour); text: the recorded text.
-        recent: windows w of the mass on the last w keys.
-        sink: sink positions; default those found in the target.
-        device: where the drafters run.
-        backend: auto: fused Triton kernels on CUDA, plain torch elsewhere.
-        given: conventions that you know better than the drafters' files, as name=value (see `driftlab inspect`).
-    """
-    from driftlab import Trajectory
-    from driftlab.intervals import weighted_mean
-    from driftlab.measure import MIXED, probe_rows
-    from driftlab.results import combine, provenance, write_rows
-
-    trajectory = Trajectory.open(recording)
-    trajectory = trajectory if sink is None else trajectory.with_sinks(sink)
-    frames = []
-    for name, path in named(drafters, out, given).items():
-        drafter = load_drafter(path, trajectory, device, given)
-        with drafter.using(backend):
-            frames.append(probe_rows(drafter, trajectory, name, depth=depth, feed=feed, recent=recent))
-    rows = combine(frames, varying=MIXED)
-    write_rows(out, rows, provenance({"recording": recording.name, "depth": depth, "feed": feed}))
-    means = weighted_mean(rows, ["drafter", "quantity", "window", "depth"])
-    table = means.pivot(index=["drafter", "quantity", "window"], columns="depth", values="value")
-    print(table.to_string(float_format=lambda x: f"{x:.4g}", na_rep=""))
-    print(f"\ntarget {trajectory.spec.label}; sink {sink_words(trajectory)}; {out}")
 
 
 def simulate(
