@@ -41,7 +41,7 @@ def settings(drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int,
         "temperature": recorded["temperature"],
         "top_k": recorded["top_k"],
         "top_p": recorded["top_p"],
-        "template": recorded["template"],
+        "template": recorded["template"] + (", answers given" if recorded.get("answers") == "given" else ""),
         "seed": recorded["seed"],
     }
 

@@ -61,6 +61,14 @@ class ProbeConfig:
     trained_depth: int | None = None
     backend: str = "auto"
 
+    def __post_init__(self) -> None:
+        keys = [key_of(setting) for setting in self.settings]
+        if doubled := [key for key in keys if keys.count(key) > 1 or not key]:
+            raise DriftlabError(
+                f"two settings are called {doubled[0]!r}, and runs are kept by that name: give one of them another "
+                "(TorchHook has name=)"
+            )
+
     def trained(self, drafter: Drafter) -> int:
         """Depth that training unrolled to, 0 if nothing says so."""
         return drafter.config.ttt or self.trained_depth or 0

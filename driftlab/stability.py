@@ -92,7 +92,8 @@ _STATISTICS: dict[str, Callable[[np.ndarray, int, int, int], np.ndarray]] = {
 class Stability:
     """One drafter under a set of inputs, on the same prompts. ``emitted``, ``rounds``: ``[input prompt]``, of complete rounds.
 
-    ``keys``: the inputs; ``plain``: the one that the others are compared with; ``depth``: K; ``texts``: what was replayed.
+    ``keys``: the inputs; ``plain``: the one that the others are compared with; ``depth``: K; ``texts``: what was replayed;
+    ``left_out``: inputs under which no text has a round (all ended at once), so that there is no tau to count.
     """
 
     keys: tuple[str, ...]
@@ -102,6 +103,7 @@ class Stability:
     emitted: np.ndarray
     rounds: np.ndarray
     texts: tuple[Any, ...] = ()
+    left_out: tuple[str, ...] = ()
     samples: int = 2000
     seed: int = 0
 
@@ -167,6 +169,7 @@ class Stability:
             ends = {"tau": tau.value, "low": tau.low, "high": tau.high}
             ends |= {"loss": loss.value, "loss_low": loss.low, "loss_high": loss.high}
             lines.append({"template": key, **ends, "rounds": float(rounds.sum()), "prompts": int((rounds > 0).sum())})
+        lines += [{"template": key, "rounds": 0.0, "prompts": 0} for key in self.left_out]
         return pd.DataFrame(lines)
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -241,7 +244,14 @@ def stability(
         emitted.append(np.asarray(one.emitted, dtype="float64")[order])
         rounds.append(np.asarray(one.verify_rounds, dtype="float64")[order])
     texts = tuple((key, one.acceptance.ids, one.acceptance.digests) for key, one in simulations.items())
-    return Stability(keys, plain, first.depth, first.ids, np.stack(emitted), np.stack(rounds), texts, samples, seed)
+    some = [bool(of_input.sum()) for of_input in rounds]
+    if not some[keys.index(plain)]:
+        raise DriftlabError(f"no text has a round under the plain input {plain!r}: there is no tau to compare with")
+    left_out = tuple(key for key, there in zip(keys, some, strict=True) if not there)
+    emitted, rounds = ([x for x, there in zip(arrays, some, strict=True) if there] for arrays in (emitted, rounds))
+    kept = tuple(key for key in keys if key not in left_out)
+    told = (kept, plain, first.depth, first.ids, np.stack(emitted), np.stack(rounds), texts, left_out)
+    return Stability(*told, samples, seed)
 
 
 def compare_stability(a: Stability, b: Stability) -> dict[str, Interval]:

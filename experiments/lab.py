@@ -290,10 +290,8 @@ def window(lab: Lab, target: Target, prompts: Sequence[Prompt]) -> tuple[pd.Data
     write_text(lab.out / "filler.txt", "\n\n".join(others))
     long = Perturbation.parse(f"before={lab.context}@{lab.out / 'filler.txt'}")
     answers = _answers(lab, target, prompts[: lab.context_prompts], long)
-    tokens = [answers.tokens(i) for i in range(len(answers))]
-    system = next(
-        i for i in range(len(tokens[0])) if len({int(t[i]) for t in tokens}) > 1
-    )  # what all prompts begin with
+    plain = [*zip(*Perturbation().encode(prompts, target.tokenizer), strict=False)]
+    system = next(i for i, tokens in enumerate(plain) if len(set(tokens)) > 1)  # what all prompts begin with
     w = lab.window
     keys = {
         "full": (),

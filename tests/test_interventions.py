@@ -306,7 +306,8 @@ def test_an_error_inside_the_block_leaves_nothing_behind(texts):
 
     drafter, batch = drafter_of("three layers, gate"), batch_of()
     laid = [TorchHook("norm", lambda *_: None) if "hook:" in text else parsed([text])[0] for text in texts]
-    with pytest.raises(RuntimeError, match="inside"), intervened(drafter, laid), drafter.hooks([("hook_normed", fail)]):
+    broken = drafter.hooks([("hook_normed", fail)], read_only=True)
+    with pytest.raises(RuntimeError, match="inside"), intervened(drafter, laid), broken:
         all_starts(drafter, batch, DEPTH)
     assert is_bare(drafter)
 

@@ -47,6 +47,24 @@ def three():
 # ---- stability
 
 
+def test_an_input_without_rounds_is_left_out_of_the_summary_and_named():
+    inputs = {
+        "chat": replay([[3], [1]], text="a"),
+        "none": replay([[], []], text="b"),
+        "bos=off": replay([[1], [1]], text="c"),
+    }
+    found = stability(inputs)
+    assert found.left_out == ("none",)
+    assert found.worst == "bos=off"
+    assert found.summary()["tau_worst"].value == pytest.approx(2)
+    assert found.summary()["tau_loss_worst"].value == pytest.approx(1 / 3)
+    table = found.table().set_index("template")
+    assert table.loc["none", "rounds"] == table.loc["none", "prompts"] == 0
+    assert math.isnan(table.loc["none", "tau"])
+    with pytest.raises(DriftlabError, match="no text has a round under the plain input 'none'"):
+        stability(inputs, plain="none")
+
+
 def test_numbers_by_hand():
     found = stability(three())
     assert found.tau.tolist() == pytest.approx([13 / 4, 4 / 3, 14 / 4])

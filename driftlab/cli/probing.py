@@ -99,6 +99,7 @@ def probe(
         raise DriftlabError(f"--depth {depth} --recent {recent} --limit {limit}: numbers from 1 on")
     making = {"--prompts": prompts != "default", "--max-new-tokens": max_new_tokens is not None}
     making |= {"--perturb": bool(perturb_keys), "--target-window": target_window is not None}
+    making |= {"--dtype": dtype != "float32" and target is None}
     _check_perturbations(perturb_keys)
     if recording is not None:
         if said := [name for name, there in making.items() if there]:

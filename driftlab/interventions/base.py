@@ -15,6 +15,7 @@ depth k left depth k - 1.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -55,7 +56,25 @@ class Intervention(ABC):
     def __post_init__(self) -> None:
         object.__setattr__(self, "depths", str(self.depths).replace(" ", ""))
         _spans(str(self.depths))
+        for setting in dataclasses.fields(self):
+            self._check_kind(setting)
         self.check()
+
+    def _check_kind(self, setting: dataclasses.Field[Any]) -> None:
+        """A number where a name is wanted, half a key, an infinite factor: refused before anything runs."""
+        value, kinds = getattr(self, setting.name), {kind.strip() for kind in str(setting.type).split("|")}
+        if setting.name == "depths" or not kinds <= {"int", "float", "str"}:
+            return
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        number = whole or (isinstance(value, float) and math.isfinite(value))
+        if not (
+            ("str" in kinds and isinstance(value, str)) or ("float" in kinds and number) or ("int" in kinds and whole)
+        ):
+            wanted = {"float": "a finite number", "int": "a whole number", "str": "a name"}
+            words = " or ".join(wanted[kind] for kind in sorted(kinds) if not (kind == "int" and "float" in kinds))
+            raise DriftlabError(
+                f"{self.kind}: {setting.name} is {value!r}, it is to be {words}; {' or '.join(self.forms)}"
+            )
 
     def check(self) -> None:
         """Raise DriftlabError for settings that mean nothing; subclasses say which."""
@@ -110,8 +129,10 @@ class OnAttention(Intervention):
     layers: tuple[int, ...] | int = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.layers, int):
-            object.__setattr__(self, "layers", (self.layers,))
+        layers = (self.layers,) if isinstance(self.layers, int) else self.layers
+        if not isinstance(layers, tuple) or any(type(layer) is not int or layer < 0 for layer in layers):
+            raise DriftlabError(f"{self.kind}: layers {layers!r} are to be numbers of layers, 0 the first")
+        object.__setattr__(self, "layers", tuple(sorted(set(layers))))  # a layer named twice is one
         super().__post_init__()
 
     def blocks(self, drafter: Drafter) -> list[tuple[int, Attention]]:

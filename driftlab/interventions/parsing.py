@@ -74,7 +74,10 @@ def forms() -> str:
 
 def _value(name: str, text: str) -> Any:
     if name == "layers":
-        return tuple(int(word) for word in text.split(",") if word.isdecimal())
+        words = [word.strip() for word in text.split(",")]
+        if wrong := [word for word in words if not word.isdecimal()]:
+            raise DriftlabError(f"layers={text}: {wrong[0]!r} is no number of a layer; write layers=0,2, 0 the first")
+        return tuple(map(int, words))
     for kind in (int, float):
         try:
             return kind(text)

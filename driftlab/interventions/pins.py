@@ -27,7 +27,7 @@ from driftlab.attention import Answer, Attended, Problem
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
 from driftlab.hooks import HookPoint
-from driftlab.interventions.base import PIN, ByRow, OnAttention, Running, listen, rms, steer
+from driftlab.interventions.base import PIN, ByRow, OnAttention, Ranked, Running, listen, rms, steer
 from driftlab.interventions.merging import by_head, scores_of
 from driftlab.interventions.states import rescaled
 from driftlab.segments import Segment
@@ -77,7 +77,8 @@ class PinReport:
         """One line for a report."""
         return (
             f"pinned {self.share:.1%} of starts x heads x depths; {len(self.excluded)} of {len(self.total)} heads never "
-            f"(depth-1 mass below {self.least:g}, or nothing to raise): about those it says nothing"
+            f"(depth-1 mass below {self.least:g}, or nothing to raise): about those it says nothing; mass off by "
+            f"{self.worst:.1e} at most, mean gap of the key {self.mean_gap:.2g}"
         )
 
 
@@ -117,6 +118,7 @@ class AttentionPin(OnAttention):
     def attach(self, drafter: Drafter, stack: ExitStack) -> PinReport:
         """See :meth:`Intervention.attach`."""
         report = PinReport(float(self.least))
+        self._refuse_another(drafter)
         for index, block in self.blocks(drafter):
             pinned = _Pinned(self, index, report)
             Running(drafter, stack, pinned.clear)
@@ -124,6 +126,17 @@ class AttentionPin(OnAttention):
             if self.state == "rescaled":
                 _Rescaled(self, drafter, index, pinned).attach(stack)
         return report
+
+    def _refuse_another(self, drafter: Drafter) -> None:
+        """Each would hold its mass against the other's bias, in turn: neither comes out."""
+        for index, block in self.blocks(drafter):
+            for other in block.steering:
+                pin = other.steer.pin if isinstance(other, Ranked) and isinstance(other.steer, _Pinned) else None
+                if pin is not None and any(pin.acts_at(k) and self.acts_at(k) for k in range(2, 65)):
+                    raise DriftlabError(
+                        f"{self.key} with {pin.key}: two pins on layer {index} at one depth do not both come out; take them "
+                        "one at a time, or at other depths or layers"
+                    )
 
 
 class _Pinned:
@@ -280,6 +293,7 @@ class _Rescaled:
     def _on_resid(self, value: Tensor, hook: HookPoint) -> Any:
         if hook.depth == 1 or not self.pin.acts_at(hook.depth):
             return value
+        self._refuse_what_it_cannot_follow()
         out = rearrange(self.pinned.free, "b h s d -> b s (h d)")
         if self.layer.self_attn.gate is not None:
             out = out * torch.sigmoid(self.gate)
@@ -287,6 +301,18 @@ class _Rescaled:
         free = self.after - self.attended + self.layer.self_attn.o_proj.forward(out)
         self.resid = free + self.layer.mlp.forward(self.layer.post_attention_layernorm.forward(free))
         return value if self.last else self._scaled(value, self.resid)
+
+    def _refuse_what_it_cannot_follow(self) -> None:
+        """The counterfactual is made from the modules' own functions: what other interventions change there it would miss."""
+        points = [self.layer.self_attn.hook_out, self.layer.hook_attn_out, self.layer.hook_mlp_out]
+        modules = [self.layer.self_attn.o_proj, *self.layer.mlp.modules(), self.layer.post_attention_layernorm]
+        if self.last:
+            points, modules = [*points, self.drafter.hook_normed], [*modules, self.drafter.norm]
+        if any(point.replaceable for point in points) or any(module._forward_hooks for module in modules):
+            raise DriftlabError(
+                f"{self.pin.key}: another intervention or hook changes what follows attention in layer {self.index}, which the "
+                "pass without the pin would not see: take state=free, or one at a time"
+            )
 
     def _on_feedback(self, value: Tensor, hook: HookPoint) -> Any:
         if hook.depth == 1 or not self.pin.acts_at(hook.depth):

@@ -81,20 +81,21 @@ def has_bos(ids: Sequence[int], tokenizer: Any, template: bool) -> bool:
 
 
 def _with_bos(ids: list[int], tokenizer: Any, given: Input, wanted: bool) -> list[int]:
-    own_format = given.template and given.chat_template is None
-    if has_bos(ids, tokenizer, own_format) == wanted:
+    own_format, bos = given.template and given.chat_template is None, tokenizer.bos_token_id
+    if bos is None:
+        if wanted:
+            raise DriftlabError("bos=on: this tokenizer has no BOS token")
         return ids
-    if not wanted:
-        return ids[1:]
-    if tokenizer.bos_token_id is None:
-        raise DriftlabError("bos=on: this tokenizer has no BOS token")
-    return [tokenizer.bos_token_id, *ids]
+    markers = int(own_format and bool(tokenizer.chat_template) and _bos_marks_roles(tokenizer) and ids[:1] == [bos])
+    text = ids[next((i for i, token in enumerate(ids) if token != bos), len(ids)) :]
+    return [bos] * (wanted + markers) + text
 
 
 def _bos_marks_roles(tokenizer: Any) -> bool:
-    """Whether the template writes its BOS token again after the first place."""
+    """Whether the template writes its BOS token again after what it begins with."""
     text = render("probe", (Message("user", "a"), Message("assistant", "b"), Message("user", "c")), tokenizer)
-    return tokenizer.bos_token_id in tokenize(text, tokenizer, special=False)[1:]
+    ids, bos = tokenize(text, tokenizer, special=False), tokenizer.bos_token_id
+    return bos in ids[next((i for i, token in enumerate(ids) if token != bos), len(ids)) :]
 
 
 def _written(given: Input, tokenizer: Any) -> str:
@@ -118,7 +119,9 @@ def _renamed(given: Input, tokenizer: Any, options: Mapping[str, Any]) -> str:
     dialogue = render(given.name, messages, tokenizer, **{**options, "add_generation_prompt": False})
     suffix = text.removeprefix(dialogue)
     kept = all(message.content.strip() in dialogue for message in messages)
-    if not (kept and names["user"] in dialogue and suffix != text and "assistant" in suffix):
+    # asked with a content in which the name does not stand: a template may take an unknown role for another
+    bare = render(given.name, [Message(names["user"], "0")], tokenizer, **{**options, "add_generation_prompt": False})
+    if not (kept and names["user"] in bare and suffix != text and "assistant" in suffix):
         raise DriftlabError(
             f"roles={given.roles}: this chat template does not write the names of the roles it is given"
         )
