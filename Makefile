@@ -6,7 +6,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check figures notebooks bench clean
+.PHONY: demo test check figures notebooks docs bench audit clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "driftlab needs Python 3.11 or newer; set PYTHON=")'
@@ -34,8 +34,20 @@ figures: $(READY)  ## every figure of paper_figs/ from its committed table
 notebooks: $(READY)  ## run every notebook from top to bottom; the files are not changed
 	$(BIN)/python -m notebooks
 
+docs: $(READY)  ## the API reference, from the docstrings: docs/api/driftlab.html
+	$(BIN)/python docs/build_api.py
+
 bench: $(READY)  ## speed, as ratios measured side by side in one run: replay, training, probes, import
 	$(BIN)/python experiments/bench.py
 
+audit: $(READY)  ## known faults of what is installed, by pip-audit, where the index and its advisories can be reached
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip-audit>=2.7' \
+	  || { echo 'audit: NOT DONE, pip-audit cannot be had from the package index'; exit 1; }
+	@$(BIN)/python -m pip_audit --skip-editable --progress-spinner off --timeout 15 >$(VENV)/audit.txt 2>&1; \
+	  status=$$?; cat $(VENV)/audit.txt; \
+	  if grep -q 'could not be audited' $(VENV)/audit.txt || [ $$status -gt 1 ]; then \
+	    echo 'audit: NOT DONE for what is listed above, whose advisories cannot be reached from here'; exit 1; \
+	  fi; exit $$status
+
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build docs/api *.egg-info
