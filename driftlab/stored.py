@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlab.attention import Controls
 from driftlab.draft import TIES, Draft, DraftLogits, all_starts
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
-from driftlab.files import atomic, sort_metadata
 from driftlab.progress import Progress, silent
+from driftlab.sealed import open_tensors, save_sealed, sealed_tensors
 from driftlab.trajectory import Trajectory
 from driftlab.trees import DynamicTree, StaticTree, Tree, TreeDraft, tree_all_starts
 
 FORMAT_VERSION = 1
+_AGAIN = "draft again"
 _LOGITS = ("text", "top", "lse")
 
 
@@ -46,9 +45,7 @@ def save_draft(path: Path | str, draft: Draft | TreeDraft, *, key: str = "") -> 
             tensors |= {f"logits.{name}": getattr(draft.logits, name) for name in _LOGITS}
             told |= {"temperatures": draft.logits.temperatures, "vocab": draft.logits.vocab}
     metadata = {"driftlab_draft_version": str(FORMAT_VERSION), "key": key, "draft": json.dumps(told)}
-    with atomic(Path(path)) as temporary:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata=metadata)
-        sort_metadata(temporary)
+    save_sealed(Path(path), tensors, metadata)
 
 
 def load_draft(path: Path | str) -> Draft | TreeDraft:
@@ -57,9 +54,17 @@ def load_draft(path: Path | str) -> Draft | TreeDraft:
     Raises:
         DriftlabError: a missing or broken file, or one of another version.
     """
-    with _opened(Path(path)) as file:
-        told = json.loads(file.metadata()["draft"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    path = Path(path)
+    with _opened(path) as file:
+        told = file.metadata().get("draft", "")
+        tensors = sealed_tensors(file, path, _AGAIN)
+    try:
+        return _draft(json.loads(told), tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DriftlabError(f"{path}: what it says of its draft cannot be read ({error!r}): {_AGAIN}") from error
+
+
+def _draft(told: dict[str, Any], tensors: dict[str, Tensor]) -> Draft | TreeDraft:
     common = {"ids": tuple(told["ids"]), "digests": tuple(told["digests"])}
     logits = {name.removeprefix("logits."): tensors.pop(name) for name in list(tensors) if name.startswith("logits.")}
     if "tree" in told:
@@ -150,7 +155,7 @@ def _place(folder: Path, drafter: Drafter, trajectory: Trajectory, what: str) ->
 def _held(path: Path, key: str) -> Draft | TreeDraft | None:
     try:
         with _opened(path) as file:
-            if file.metadata()["key"] != key:
+            if file.metadata().get("key") != key:
                 return None
         return load_draft(path)
     except DriftlabError:
@@ -185,12 +190,7 @@ def _texts(trajectory: Trajectory) -> str:
 
 
 def _opened(path: Path) -> Any:
-    if not path.is_file():
-        raise DriftlabError(f"{path} does not exist")
-    try:
-        file = safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise DriftlabError(f"{path} is not a whole safetensors file ({error}): draft again") from error
+    file = open_tensors(path, _AGAIN)
     version = (file.metadata() or {}).get("driftlab_draft_version")
     if version != str(FORMAT_VERSION):
         raise DriftlabError(f"{path} is no draft of version {FORMAT_VERSION} (it says {version}): draft again")

@@ -21,17 +21,16 @@ from pathlib import Path
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from driftlab.acceptance import accept
 from driftlab.draft import all_starts, check_fits, text_at, unroll
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
-from driftlab.files import atomic, locked, sort_metadata, sweep, write_text
+from driftlab.files import locked, sweep, write_text
 from driftlab.losses import LOSSES, TargetDistribution, draft_loss
 from driftlab.progress import Progress, silent
+from driftlab.sealed import open_tensors, save_sealed, sealed_tensors
 from driftlab.simulation import simulate
 from driftlab.trajectory import Batch, Trajectory
 
@@ -40,6 +39,7 @@ HELD_OUT_DEPTH = 8
 """K of the tau by which checkpoints are compared"""
 _STATE = "train_state.safetensors"
 _BEST = "train_best.safetensors"
+_ANEW = "remove it to train from the start"
 _BUCKET = 8
 
 
@@ -287,9 +287,7 @@ class _Run:
             self.best_tau = measured["held_out_tau"]
             tensors = {name: p.detach().cpu().contiguous() for name, p in self.named.items()}
             metadata = {"step": str(step), "tau": repr(self.best_tau), "fingerprint": self.fingerprint}
-            with atomic(out / _BEST) as temporary:
-                save_file(tensors, temporary, metadata=metadata)
-                sort_metadata(temporary)
+            save_sealed(out / _BEST, tensors, metadata)
 
     def restore_best(self, out: Path) -> None:
         """Load the weights with the largest held-out tau."""
@@ -297,9 +295,11 @@ class _Run:
             return
         if not (out / _BEST).is_file():
             raise DriftlabError(f"{out / _BEST} is gone: remove {out / _STATE} too, to train from the start")
+        with open_tensors(out / _BEST, _ANEW) as file:
+            tensors = sealed_tensors(file, out / _BEST, _ANEW)
         with torch.no_grad():
-            for name, value in load_file(out / _BEST).items():
-                self.named[name].copy_(value)
+            for name, parameter in self.named.items():
+                parameter.copy_(_fitting(tensors, name, parameter, out / _BEST))
 
     def _fingerprint(self) -> str:
         """Hash of what a saved state must have been made with to be continued. Before the first step."""
@@ -325,38 +325,46 @@ class _Run:
                 tensors[f"{key}.{name}"] = value
         log = json.dumps([self.log, self._recent])
         metadata = {"step": str(step), "fingerprint": self.fingerprint, "log": log}
-        with atomic(out / _STATE) as temporary:
-            save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, temporary, metadata=metadata)
-            sort_metadata(temporary)
+        save_sealed(out / _STATE, tensors, metadata)
 
     def resume(self, out: Path) -> int:
         """Restore the last state if there is one; return the steps done."""
         path = out / _STATE
         if not path.is_file():
             return 0
+        with open_tensors(path, _ANEW) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("fingerprint") != self.fingerprint:
+                raise DriftlabError(
+                    f"{path} is the state of another training (other settings, data or first weights): choose another folder, "
+                    "or, to go on with that training, build the drafter anew as it was before its first step"
+                )
+            tensors = sealed_tensors(file, path, _ANEW)
         try:
-            file = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise DriftlabError(f"{path} is not a whole file ({error}): remove it to train from the start") from error
-        metadata = file.metadata()
-        if metadata["fingerprint"] != self.fingerprint:
-            raise DriftlabError(
-                f"{path} is the state of another training (other settings, data or first weights): choose another folder, or, "
-                "to go on with that training, build the drafter anew as it was before its first step"
-            )
+            step, (self.log, self._recent) = int(metadata["step"]), json.loads(metadata["log"])
+            taus = [row["held_out_tau"] for row in self.log if "held_out_tau" in row]
+            self.best_tau = max((tau for tau in taus if not math.isnan(tau)), default=-math.inf)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise DriftlabError(f"{path}: what it says of its steps cannot be read ({error!r}): {_ANEW}") from error
         for name, parameter in self.named.items():
             with torch.no_grad():
-                parameter.copy_(file.get_tensor(f"weight.{name}"))
-            moments = {key: file.get_tensor(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+                parameter.copy_(_fitting(tensors, f"weight.{name}", parameter, path))
+            count = _fitting(tensors, f"step.{name}", None, path)
+            moments = {key: _fitting(tensors, f"{key}.{name}", parameter, path) for key in ("exp_avg", "exp_avg_sq")}
             # the step count too lies with the weights: the fused optimiser wants it there
             self.optimizer.state[parameter] = {
-                key: value.to(parameter.device) if key == "step" else value.to(parameter)
-                for key, value in moments.items()
+                "step": count.to(parameter.device),
+                **{key: value.to(parameter) for key, value in moments.items()},
             }
-        self.log, self._recent = json.loads(metadata["log"])
-        taus = [row["held_out_tau"] for row in self.log if "held_out_tau" in row]
-        self.best_tau = max((tau for tau in taus if not math.isnan(tau)), default=-math.inf)
-        return int(metadata["step"])
+        return step
+
+
+def _fitting(tensors: dict[str, Tensor], name: str, like: Tensor | None, path: Path) -> Tensor:
+    """Return a tensor of a state. Raises DriftlabError if it is not there or of another shape than ``like`` (None: [])."""
+    shape = () if like is None else tuple(like.shape)
+    if name not in tensors or tuple(tensors[name].shape) != shape:
+        raise DriftlabError(f"{path} holds no {name} of shape {list(shape)}: {_ANEW}")
+    return tensors[name]
 
 
 def batch_loss(

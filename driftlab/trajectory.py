@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlab.errors import DriftlabError
-from driftlab.files import atomic, read_json, sort_metadata, write_json
+from driftlab.files import atomic, check_sealed, read_json, sealed, sort_metadata, write_json
+from driftlab.sealed import KEY, check, crc, metadata_crc, open_tensors, save_sealed, sealed_tensors
 from driftlab.segments import Starts, answer_starts
 
 FORMAT_VERSION = 1
@@ -87,14 +88,23 @@ class TargetHead:
         tensors = {"embed": self.embed.cpu().contiguous(), "norm_weight": self.norm_weight.cpu().contiguous()}
         if self.lm_head.data_ptr() != self.embed.data_ptr() and not torch.equal(self.lm_head, self.embed):
             tensors["lm_head"] = self.lm_head.cpu().contiguous()
-        with atomic(path) as temporary:
-            save_file(tensors, temporary, metadata={"driftlab_format_version": str(FORMAT_VERSION)})
+        save_sealed(path, tensors, {"driftlab_format_version": str(FORMAT_VERSION)})
 
     @classmethod
     def load(cls, path: Path) -> TargetHead:
         """Read what :meth:`save` wrote. Raises DriftlabError if the file is missing, broken or of another version."""
         with _open(path) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors = sealed_tensors(file, path, "remove it and run the same record command again")
+        shapes = [tuple(tensors[name].shape) if name in tensors else () for name in ("embed", "norm_weight")]
+        if (
+            len(shapes[0]) != 2
+            or shapes[1] != shapes[0][1:]
+            or tensors.get("lm_head", tensors["embed"]).shape != shapes[0]
+        ):
+            told = {name: list(tensor.shape) for name, tensor in tensors.items()}
+            raise DriftlabError(
+                f"{path} does not hold embed, lm_head [vocab d_target] and norm_weight [d_target], but {told}"
+            )
         return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), tensors["norm_weight"])
 
 
@@ -170,8 +180,12 @@ class Entry:
     finish: str
     piece: int
     offset: int
+    crc: dict[str, int] | None = field(default=None, repr=False, compare=False)
+    """CRC-32 of its part of every tensor; recordings of earlier versions have none"""
 
 
+_PARTS = ("tokens", "aux", "last_hidden", "lse")
+_AGAIN = "remove it and run the same record command again"
 _TRAJECTORY_KEYS = ("pieces", "fingerprint", "target", "aux_layers", "settings", "sink", "head")
 
 
@@ -200,10 +214,7 @@ class Trajectory:
         path = Path(path)
         if not (path / "trajectory.json").is_file():
             raise DriftlabError(f"{path} {_what_it_is(path)}")
-        values = read_json(path / "trajectory.json")
-        check_version(values.get("format_version"), path / "trajectory.json")
-        if lacking := [name for name in _TRAJECTORY_KEYS if name not in values]:
-            raise DriftlabError(f"{path / 'trajectory.json'} has no {', '.join(lacking)}: record again")
+        values = _trajectory_json(path / "trajectory.json")
         entries = [e for piece in range(values["pieces"]) for e in piece_entries(piece_path(path, piece), piece)]
         foreign = [i for i in range(values["pieces"]) if not piece_is_whole(piece_path(path, i), values["fingerprint"])]
         if foreign:
@@ -237,12 +248,18 @@ class Trajectory:
 
     def __getitem__(self, index: int) -> Recorded:
         entry = self.entries[index]
-        return _read(self._file(entry.piece), entry)
+        return _read(self._file(entry.piece), entry, piece_path(self.path, entry.piece), self._seen)
 
     def tokens(self, index: int) -> Int[Tensor, " pos"]:
         """Read the tokens of one sequence, without its states."""
         entry = self.entries[index]
-        return self._file(entry.piece).get_slice("tokens")[entry.offset : entry.offset + entry.length].long()
+        path = piece_path(self.path, entry.piece)
+        return _read_part(self._file(entry.piece), entry, "tokens", path, self._seen).long()
+
+    @property
+    def _seen(self) -> set[tuple[int, int, str]]:
+        """Parts whose checksum was looked at: once a process is enough."""
+        return self._opened.setdefault("seen", set())
 
     def _file(self, piece: int) -> Any:
         if piece not in self._opened:
@@ -328,6 +345,12 @@ def write_piece(path: Path, sequences: Sequence[Recorded], fingerprint: str) -> 
     for sequence in sequences:
         offsets.append(total)
         total += len(sequence.tokens)
+    tensors = {
+        "tokens": torch.cat([s.tokens.to(torch.int32) for s in sequences]),
+        "aux": torch.cat([s.aux for s in sequences]),
+        "last_hidden": torch.cat([s.last_hidden for s in sequences]),
+        "lse": torch.cat([s.lse for s in sequences]),
+    }
     index = [
         {
             "id": s.id,
@@ -336,21 +359,18 @@ def write_piece(path: Path, sequences: Sequence[Recorded], fingerprint: str) -> 
             "length": len(s.tokens),
             "finish": s.finish,
             "offset": offset,
+            "crc": {name: crc(name, tensor[offset : offset + len(s.tokens)]) for name, tensor in tensors.items()},
         }
         for s, offset in zip(sequences, offsets, strict=True)
     ]
-    tensors = {
-        "tokens": torch.cat([s.tokens.to(torch.int32) for s in sequences]),
-        "aux": torch.cat([s.aux for s in sequences]),
-        "last_hidden": torch.cat([s.last_hidden for s in sequences]),
-        "lse": torch.cat([s.lse for s in sequences]),
-    }
     metadata = {
         "driftlab_format_version": str(FORMAT_VERSION),
         "fingerprint": fingerprint,
         "piece": path.stem,
         "sequences": json.dumps(index),
     }
+    # of the metadata alone: the parts have numbers of their own, so that one is read without the others
+    metadata[KEY] = f"{metadata_crc(metadata):08x}"
     with atomic(path) as temporary:
         save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, temporary, metadata=metadata)
         sort_metadata(temporary)
@@ -359,20 +379,49 @@ def write_piece(path: Path, sequences: Sequence[Recorded], fingerprint: str) -> 
 def piece_entries(path: Path, piece: int) -> list[Entry]:
     """Read a piece's index. Raises DriftlabError if the piece is missing or broken."""
     with _open(path) as file:
-        index = json.loads(file.metadata()["sequences"])
-    return [Entry(piece=piece, **values) for values in index]
+        metadata = file.metadata()
+        check(metadata.get(KEY, "") in ("", f"{metadata_crc(metadata):08x}"), path, _AGAIN)
+        try:
+            entries = [Entry(piece=piece, **values) for values in json.loads(metadata["sequences"])]
+            rows = {file.get_slice(name).get_shape()[0] for name in _PARTS}
+            sound = len(rows) == 1 and all(_is_sound(entry, min(rows)) for entry in entries)
+        except (KeyError, TypeError, ValueError, IndexError, RecursionError, SafetensorError) as error:
+            raise DriftlabError(f"{path}: its index cannot be read ({error!r}): {_AGAIN}") from error
+    if not sound or not entries:
+        raise DriftlabError(f"{path}: its index does not fit its tensors: {_AGAIN}")
+    return entries
+
+
+def _is_sound(entry: Entry, rows: int) -> bool:
+    """Whether an index entry is one of a sequence that lies within ``rows`` rows."""
+    words = all(isinstance(word, str) for word in (entry.id, entry.category)) and entry.finish in ("stop", "length")
+    numbers = (entry.offset, entry.length, entry.prompt_length)
+    if not words or any(type(number) is not int for number in numbers):
+        return False
+    told = entry.crc is None or (isinstance(entry.crc, dict) and set(entry.crc) == set(_PARTS))
+    return told and 0 <= entry.offset <= rows - entry.length and 1 <= entry.prompt_length <= entry.length
 
 
 def read_entries(folder: Path, entries: Sequence[Entry]) -> list[Recorded]:
     """Read sequences of a recording that need not be finished."""
-    return [_read(_open(piece_path(folder, entry.piece)), entry) for entry in entries]
+    paths = [piece_path(folder, entry.piece) for entry in entries]
+    return [_read(_open(path), entry, path, set()) for entry, path in zip(entries, paths, strict=True)]
 
 
-def _read(file: Any, entry: Entry) -> Recorded:
-    span = slice(entry.offset, entry.offset + entry.length)
-    values = {name: file.get_slice(name)[span] for name in ("tokens", "aux", "last_hidden", "lse")}
+def _read(file: Any, entry: Entry, path: Path, seen: set[tuple[int, int, str]]) -> Recorded:
+    values = {name: _read_part(file, entry, name, path, seen) for name in _PARTS}
     values["tokens"] = values["tokens"].long()
     return Recorded(entry.id, entry.category, entry.prompt_length, entry.finish, **values)
+
+
+def _read_part(file: Any, entry: Entry, name: str, path: Path, seen: set[tuple[int, int, str]]) -> Tensor:
+    """Read a sequence's part of a tensor; the first time, check it."""
+    part = file.get_slice(name)[entry.offset : entry.offset + entry.length]
+    key = (entry.piece, entry.offset, name)
+    if entry.crc is not None and key not in seen:
+        check(crc(name, part) == entry.crc[name], path, _AGAIN, f"{name} of sequence {entry.id!r}")
+        seen.add(key)
+    return part
 
 
 def piece_is_whole(path: Path, fingerprint: str) -> bool:
@@ -382,7 +431,7 @@ def piece_is_whole(path: Path, fingerprint: str) -> bool:
     try:
         with _open(path) as file:
             metadata = file.metadata()
-            return metadata["fingerprint"] == fingerprint and metadata["piece"] == path.stem
+            return metadata.get("fingerprint") == fingerprint and metadata.get("piece") == path.stem
     except DriftlabError:
         return False
 
@@ -409,8 +458,8 @@ def finish_recording(
     provenance: dict[str, Any],
 ) -> None:
     """Write trajectory.json, which makes the recording complete."""
-    write_json(
-        path / "trajectory.json",
+    write_trajectory_json(
+        path,
         {
             "format_version": FORMAT_VERSION,
             "target": dataclasses.asdict(spec),
@@ -425,13 +474,65 @@ def finish_recording(
     )
 
 
+_LEFT_OUT = ("provenance",)
+"""not in the checksum: it holds the time, and two recordings that are equal have equal numbers"""
+
+
+def write_trajectory_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a recording's trajectory.json with its checksum."""
+    write_json(path / "trajectory.json", sealed(values, _LEFT_OUT))
+
+
+def _trajectory_json(path: Path) -> dict[str, Any]:
+    """Read it, and check all that is used of it."""
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise DriftlabError(f"{path} holds a {type(values).__name__}, not a table of settings: {_AGAIN}")
+    check_version(values.get("format_version"), path)
+    if lacking := [name for name in _TRAJECTORY_KEYS if name not in values]:
+        raise DriftlabError(f"{path} has no {', '.join(lacking)}: record again")
+    check_sealed(values, path, _AGAIN, _LEFT_OUT)
+    sink, head, pieces = values["sink"], values["head"], values["pieces"]
+    wrong = {
+        "target": _wrong_in_spec(values["target"]),
+        "aux_layers": not _counts(values["aux_layers"]),
+        "settings": not isinstance(values["settings"], dict),
+        "sink": not isinstance(sink, dict) or not _counts(sink.get("positions")) or not sink["positions"],
+        "pieces": type(pieces) is not int or pieces < 1,
+        # a name that leads elsewhere would have another file read
+        "head": not isinstance(head, str) or head in ("", ".", "..") or "\0" in head or Path(head).name != head,
+        "fingerprint": not isinstance(values["fingerprint"], str),
+    }
+    if found := next((name for name, bad in wrong.items() if bad), None):
+        told = f"{wrong[found]} of target" if isinstance(wrong[found], str) else found
+        raise DriftlabError(f"{path}: {told} cannot be {str(values[found])[:80]!r}: {_AGAIN}")
+    return values
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _wrong_in_spec(values: Any) -> str | bool:
+    """Name the field that is missing, unknown, or not of its kind; False if there is none."""
+    kinds = {f.name: f.type for f in dataclasses.fields(TargetSpec)}
+    if not isinstance(values, dict) or set(values) != set(kinds):
+        return True
+    for name, kind in kinds.items():
+        value = values[name]
+        right = {
+            "str": isinstance(value, str),
+            "int": type(value) is int and value >= 0,
+            "float": type(value) in (int, float) and 0 <= value < float("inf"),
+            "tuple[int, ...]": _counts(value),
+        }[kind]
+        if not right:
+            return name
+    return False
+
+
 def _open(path: Path) -> Any:
     """Open a safetensors file of ours by memory map, its version checked."""
-    if not path.is_file():
-        raise DriftlabError(f"{path} does not exist; it belongs to a recording: keep folder and head file together")
-    try:
-        file = safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise DriftlabError(f"{path} is not a whole safetensors file ({error}): record again") from error
+    file = open_tensors(path, "it belongs to a recording: keep folder and head file together, or record again")
     check_version((file.metadata() or {}).get("driftlab_format_version"), path)
     return file

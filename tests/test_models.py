@@ -163,7 +163,7 @@ def changed_config(folder: Path) -> None:
 
 DAMAGES = [
     (truncate_weights, "missing or cut off"),
-    (zero_header, "SafetensorError"),
+    (zero_header, "model.safetensors was changed"),
     (delete_marker, "does not exist"),
     (newer_format, "has format 99, this driftlab reads 1"),
     (changed_config, "config.json was changed"),

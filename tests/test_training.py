@@ -925,7 +925,7 @@ def test_the_state_of_a_training_on_other_data_is_refused(varied_target, varied_
 def test_a_broken_state_is_named(varied_trajectory, begun, tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "train_state.safetensors").write_bytes((begun / "train_state.safetensors").read_bytes()[:-9])
-    with pytest.raises(DriftlabError, match="train_state.safetensors is not a whole file .*remove it"):
+    with pytest.raises(DriftlabError, match="train_state.safetensors is not a whole safetensors file .*remove it"):
         train(fresh(varied_trajectory), varied_trajectory, CONFIG, out=tmp_path / "d")
 
 
@@ -988,7 +988,7 @@ def test_a_full_disk_keeps_the_last_state(varied_trajectory, whole, tmp_path, mo
             raise DriftlabError(f"no space left while writing {path}")
         return atomic(path)
 
-    monkeypatch.setattr(training, "atomic", full)
+    monkeypatch.setattr("driftlab.sealed.atomic", full)
     with pytest.raises(DriftlabError, match="no space left"):
         train(fresh(varied_trajectory), varied_trajectory, config, out=tmp_path / "d")
     told = []

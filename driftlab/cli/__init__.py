@@ -9,8 +9,11 @@ import sys
 
 import tyro
 
+from driftlab.cli.ablating import ablate
 from driftlab.cli.checkpoints import export, inspect
-from driftlab.cli.measuring import probe, simulate
+from driftlab.cli.doctoring import doctor
+from driftlab.cli.measuring import simulate
+from driftlab.cli.probing import probe
 from driftlab.cli.recording import demo, record, train
 from driftlab.errors import DriftlabError
 
@@ -23,6 +26,8 @@ def main() -> None:
                 **{"demo": demo, "record": record, "train": train, "probe": probe, "simulate": simulate},
                 "inspect": inspect,
                 "export": export,
+                "doctor": doctor,
+                "ablate": ablate,
             },
             prog="driftlab",
             description="Measure attention drift in speculative decoding.",

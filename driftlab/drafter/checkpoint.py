@@ -7,6 +7,7 @@ unused or of the wrong shape is an error that names it.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from driftlab.drafter.formats.reading import read_checkpoint
 from driftlab.drafter.model import Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic, sort_metadata, write_json
+from driftlab.sealed import EACH, crc
 
 __all__ = ["FORMAT_VERSION", "load", "save"]
 
@@ -37,7 +39,9 @@ def save(drafter: Drafter, path: str | Path, *, dtype: torch.dtype | None = None
     path = Path(path)
     tensors = {name: _written(name, tensor, dtype) for name, tensor in drafter.state_dict().items()}
     with atomic(path / "model.safetensors") as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt", "driftlab_format_version": str(FORMAT_VERSION)})
+        numbers = json.dumps({name: crc(name, tensor) for name, tensor in sorted(tensors.items())})
+        metadata = {"format": "pt", "driftlab_format_version": str(FORMAT_VERSION), EACH: numbers}
+        save_file(tensors, temporary, metadata=metadata)
         sort_metadata(temporary)
         # new weights and old settings would load as a drafter that nobody made: until both are written there are no settings
         (path / "config.json").unlink(missing_ok=True)

@@ -103,7 +103,7 @@ def _parts(text: str, found: Found) -> list[tuple[int, Any]]:
     try:
         whole = json.loads(text)
         return list(enumerate(whole if isinstance(whole, list) else [whole], 1))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, or not one value; a number of 5,000 digits; brackets without end
         pass
     parts = []
     for place, line in enumerate(text.split("\n"), 1):
@@ -111,6 +111,8 @@ def _parts(text: str, found: Found) -> list[tuple[int, Any]]:
             parts += [(place, json.loads(line))] if line.strip() else []
         except json.JSONDecodeError as error:
             found.skipped.append((place, f"not JSON ({error.msg} at {error.colno})"))
+        except (ValueError, RecursionError) as error:
+            found.skipped.append((place, f"not JSON ({error})"))
     return parts
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -21,7 +20,7 @@ from transformers import (
 from driftlab import models
 from driftlab.devices import usable_device
 from driftlab.errors import DriftlabError
-from driftlab.files import read_json
+from driftlab.files import read_json, refuse_outside
 from driftlab.progress import Progress, silent
 
 _DRAFT_TENSORS = (".fc.weight", ".fc_norm.", ".d2t", ".t2d", ".midlayer.", ".hidden_norm.weight")
@@ -50,6 +49,8 @@ def load_pretrained(
     if Path(source).is_dir():
         if revision is not None:
             raise DriftlabError(f"{name} is here, and revision={revision!r} belongs to a Hugging Face id: leave it out")
+        for entry in Path(source).iterdir():
+            refuse_outside(Path(source), entry)
         _refuse_drafter(Path(source))
         options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         label = label if name in models.PACKAGED else Path(source).resolve().name
@@ -65,7 +66,8 @@ def load_pretrained(
                 ignore_mismatched_sizes=True,  # so that they are reported, and refused below by name
                 **options,
             )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except Exception as error:
+        # settings and tokenizers of others end in whatever their readers stumble over: tokenizers raises Exception itself
         raise DriftlabError(
             f"cannot load target {name!r}: {_first_line(error)}. Give {sorted(models.PACKAGED)}, the path of a local "
             "model folder, or a Hugging Face id (which needs the hub, or its cache, within reach)"
@@ -83,7 +85,8 @@ def _refuse_drafter(folder: Path) -> None:
     if not isinstance(values, dict):
         raise DriftlabError(f"{config} is no table of settings: copy or download it again")
     said = [key for key in ("draft_vocab_size", "eagle_config", "speculators_model_type") if key in values]
-    said += [name for name in values.get("architectures") or () if "Eagle3" in str(name)]
+    named = values.get("architectures")
+    said += [name for name in (named if isinstance(named, list) else ()) if "Eagle3" in str(name)]
     if said:
         raise DriftlabError(
             f"{folder} is an EAGLE-3 draft (config.json has {', '.join(said)}; such a q_proj takes 2H inputs), not a "

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,6 +113,7 @@ def run(
         missing = [i for i in range(len(pieces)) if not piece_is_whole(piece_path(folder, i), job.fingerprint)]
         if missing or not (folder / "trajectory.json").is_file():
             adapter.check_head(torch.tensor([list(job.prompt_ids[0])[:64]], device=adapter.device))
+            _refuse_without_space(job, folder, [index for number in missing for index in pieces[number]])
             _record_pieces(adapter, job, folder, pieces, missing, progress)
             finish_recording(
                 folder,
@@ -125,6 +127,30 @@ def run(
                 provenance=provenance(job.settings),
             )
     return Trajectory.open(folder)
+
+
+def bytes_per_token(job: Job) -> int:
+    """Bytes of a recorded token: its id, the aux states, the last hidden state and a log-sum-exp, the last two in float32."""
+    return 4 + job.spec.hidden_size * (len(job.aux_layers) * getattr(torch, job.store_dtype).itemsize + 4) + 4
+
+
+def _refuse_without_space(job: Job, folder: Path, indices: Sequence[int]) -> None:
+    """Raise DriftlabError if the disk cannot hold even the shortest answers; warn if it cannot hold the longest."""
+    prompts = sum(len(job.prompt_ids[index]) for index in indices)
+    if job.answers is None:
+        least, most = prompts + len(indices), prompts + len(indices) * job.max_new_tokens
+    else:
+        least = most = prompts + sum(len(job.answers[index]) for index in indices)
+    one, free = bytes_per_token(job), shutil.disk_usage(folder).free
+    if most * one <= free:
+        return
+    told = (
+        f"recording {len(indices)} prompts in {folder} takes {least * one / 1e9:.3g} to {most * one / 1e9:.3g} GB ({one} "
+        f"bytes a token), and {free / 1e9:.3g} GB are free there"
+    )
+    if least * one > free:
+        raise DriftlabError(f"{told}: record fewer prompts or aux layers, store_dtype float16, or another out=")
+    warnings.warn(f"{told}: it stops if answers are long; what is finished then is kept", stacklevel=4)
 
 
 def _is_done(folder: Path, job: Job) -> bool:

@@ -29,6 +29,7 @@ from torch import Tensor
 from driftlab.drafter.formats import packed
 from driftlab.drafter.formats.tensorfiles import Info, TensorFile, open_tensors, refuse_pointer
 from driftlab.errors import DriftlabError
+from driftlab.files import is_file, refuse_outside
 
 WEIGHTS = (
     "model.safetensors",
@@ -81,7 +82,10 @@ class LocalFolder(Folder):
 
     def find(self, name: str) -> Path | None:
         """See :class:`Folder`."""
-        return self.path / name if (self.path / name).is_file() else None
+        if not is_file(self.path / name):
+            return None
+        refuse_outside(self.path, self.path / name)
+        return self.path / name
 
     def listing(self) -> list[str]:
         """See :class:`Folder`."""
@@ -251,7 +255,7 @@ def read_object(folder: Folder, name: str) -> dict[str, Any] | None:
     refuse_pointer(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of 5,000 digits, brackets without end
         raise DriftlabError(f"{path} is not valid JSON ({error}): correct it, or copy it again") from error
     if not isinstance(value, dict):
         raise DriftlabError(f"{path} holds a {type(value).__name__}, not an object with settings")

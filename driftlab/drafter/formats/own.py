@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from driftlab.drafter.config import DrafterConfig
@@ -17,6 +18,7 @@ from driftlab.drafter.formats.names import canonical_names
 from driftlab.drafter.formats.reading import Found, Ledger, Reading
 from driftlab.drafter.formats.vocabulary import read_draft_vocab, with_maps
 from driftlab.errors import DriftlabError
+from driftlab.files import check_sealed, sealed
 
 FORMAT_VERSION = 1
 
@@ -42,12 +44,14 @@ def written_config(config: DrafterConfig, trained_for: dict[str, str] | None) ->
         "model_type": "llama",
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        "driftlab": {
-            "format_version": FORMAT_VERSION,
-            "driftlab_version": importlib.metadata.version("driftlab"),
-            "config": values,
-            **({} if trained_for is None else {"target": trained_for}),
-        },
+        "driftlab": sealed(
+            {
+                "format_version": FORMAT_VERSION,
+                "driftlab_version": importlib.metadata.version("driftlab"),
+                "config": values,
+                **({} if trained_for is None else {"target": trained_for}),
+            }
+        ),
     }
 
 
@@ -70,7 +74,10 @@ def read_own(raw: Any, given: Mapping[str, Any]) -> Reading:
     if not isinstance(block, dict):
         raise DriftlabError(f"config.json: driftlab is {block!r}, not a table of settings")
     refuse_options(given, "a file of driftlab")
-    config = _config(raw.config, block)
+    config, target = _config(raw.config, block), _target(block)
+    # last: the words above say more
+    edited = "copy it again or, if you edited it, take the driftlab block's checksum out"
+    check_sealed(block, Path("config.json"), edited)
     ledger = Ledger(given)
     for words in raw.notes:
         ledger.note(words)
@@ -95,7 +102,7 @@ def read_own(raw: Any, given: Mapping[str, Any]) -> Reading:
         notes=tuple(ledger.notes),
         draft_vocab=ids,
         given=dict(given),
-        trained_for=_target(block),
+        trained_for=target,
     )
 
 

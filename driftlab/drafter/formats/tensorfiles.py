@@ -5,11 +5,13 @@ Torch files are read with ``weights_only``, memory-mapped where the file allows 
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from driftlab.errors import DriftlabError
+from driftlab.sealed import EACH, crc
 
 TRAINING_STATE = "draft_state_dict"
 """where SpecForge's training_state.pt keeps the drafter"""
@@ -74,9 +77,23 @@ class SafetensorsFile(TensorFile):
         """See :class:`TensorFile`."""
         try:
             with safe_open(self.path, "pt") as file:
-                return file.get_tensor(name).clone()  # what safetensors returns is the file itself, mapped
+                tensor = file.get_tensor(name).clone()  # what safetensors returns is the file itself, mapped
+                numbers = (file.metadata() or {}).get(EACH)
         except (SafetensorError, RuntimeError, OSError) as error:
             raise broken(self.path, "safetensors", error) from error
+        if numbers is not None and not _is_what_was_written(numbers, name, tensor):
+            raise DriftlabError(
+                f"{self.path}: {name} is not what driftlab wrote there (its checksum differs): copy the file again or, if you "
+                f"changed it yourself, write it without {EACH} in its metadata"
+            )
+        return tensor
+
+
+def _is_what_was_written(numbers: str, name: str, tensor: Tensor) -> bool:
+    try:
+        return json.loads(numbers)[name] == crc(name, tensor)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 class TorchFile(TensorFile):
@@ -160,11 +177,16 @@ def _load_torch(path: Path) -> Any:
         with open(path, "rb") as file:
             start = file.read(2)
         zipped = zipfile.is_zipfile(path)
+        if zipped:
+            _check_members(path)
         if not zipped and start[:1] != b"\x80":  # neither the zip of torch >= 1.6 nor the pickle of files before it
             raise broken(path, "torch", ValueError("its beginning or its end is missing"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols: what cannot be read is an error below
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        if zipped:
+            _check_sizes(path, state)
+        return state
     except pickle.UnpicklingError as error:
         words = str(error)
         if "Unsupported" in words or "weights_only" in words.lower():
@@ -174,10 +196,42 @@ def _load_torch(path: Path) -> Any:
                 "torch.save(state_dict, ...)"
             ) from error
         raise broken(path, "torch", error) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        if isinstance(error, DriftlabError):
-            raise
+    except DriftlabError:
+        raise
+    except Exception as error:  # a pickle that is cut or changed ends in any error that its machine stumbles over
         raise broken(path, "torch", error) from error
+
+
+def _check_members(path: Path) -> None:
+    """Raise an error of ``zipfile`` or a DriftlabError if a member is not what was packed: torch.load looks at no CRC.
+
+    torch writes 0 for all of them where it was told not to compute any; then nothing can be checked.
+    """
+    with zipfile.ZipFile(path) as packed:
+        if not any(info.CRC for info in packed.infolist()):
+            return
+        changed = packed.testzip()
+    if changed is not None:
+        raise broken(path, "torch", ValueError(f"the CRC of {changed!r} in it is wrong"))
+
+
+def _check_sizes(path: Path, state: Any) -> None:
+    """Raise DriftlabError if a tensor is longer than its record: torch.load maps what lies behind it in the file."""
+    held: dict[int, int] = {}
+    waiting = [state]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list | tuple):
+            waiting += part
+        elif isinstance(part, Tensor) and part.layout == torch.strided and not part.is_meta and not part.is_nested:
+            storage = part.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    with zipfile.ZipFile(path) as packed:
+        records = Counter(info.file_size for info in packed.infolist() if "/data/" in info.filename)
+    if longer := Counter(size for size in held.values() if size) - records:
+        raise broken(path, "torch", ValueError(f"no record in it has the {next(iter(longer))} bytes of a tensor"))
 
 
 def _what_is_unsupported(words: str) -> str:
