@@ -40,7 +40,7 @@ def build(out: Path, names: Sequence[str]) -> Path:
         # names that are imported for type checkers only are shown as they are written
         warnings.filterwarnings("ignore", message="Error parsing type annotation")
         pdoc.pdoc(*names, output_directory=out)
-    return out / f"{names[0]}.html"
+    return out / f"{names[0].replace('.', '/')}.html"
 
 
 def main() -> None:
