@@ -18,7 +18,7 @@ demo: $(READY)  ## the main job: from a real model to the drift picture, in runs
 	$(BIN)/driftlab demo
 
 test: $(READY)  ## all tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(READY)  ## style, import directions, notebooks, figures
 	$(BIN)/ruff check .

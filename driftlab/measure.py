@@ -41,9 +41,15 @@ def settings(drafter: Drafter, trajectory: Trajectory, name: str, *, depth: int,
         "temperature": recorded["temperature"],
         "top_k": recorded["top_k"],
         "top_p": recorded["top_p"],
-        "template": recorded["template"] + (", answers given" if recorded.get("answers") == "given" else ""),
+        "template": template_of(trajectory),
         "seed": recorded["seed"],
     }
+
+
+def template_of(trajectory: Trajectory) -> str:
+    """Return the ``template`` of a recording's rows: how its prompts were made, and whether its answers were given."""
+    recorded = trajectory.settings
+    return recorded["template"] + (", answers given" if recorded.get("answers") == "given" else "")
 
 
 def replay_rows(

@@ -15,13 +15,14 @@ from driftlab.heatmaps import Key, KeyMasses, key_masses
 from driftlab.plotting_probe import visible_text
 from driftlab.probe_report import plain_rows, tau_table
 from driftlab.probing import Probed
+from driftlab.progress import Progress, silent
 
 HEADS_DRAWN = 16
 """heads in one figure at most"""
 
 
-def panels(found: Probed, folder: Path) -> dict[str, Path]:
-    """Draw every panel into ``folder``; return title -> PNG."""
+def panels(found: Probed, folder: Path, progress: Progress = silent) -> dict[str, Path]:
+    """Draw every panel into ``folder``; return title -> PNG. ``progress`` counts panels."""
     rows, plain = found.rows[found.rows["drafter"] != ""], plain_rows(found)
     recent = found.config.recent
     drawn: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -50,9 +51,11 @@ def panels(found: Probed, folder: Path) -> dict[str, Path]:
             rows[(rows["intervention"] == "") & rows["template"].isin(list(found.inputs))], "template", "inputs", recent
         )
     made = {}
-    for title, (name, draw) in drawn.items():
+    for count, (title, (name, draw)) in enumerate(drawn.items()):
+        progress("drawing panels", count, len(drawn))
         made[title] = folder / f"{name}.png"
         plotting.save_panel(draw(), made[title])
+    progress("drawing panels", len(drawn), len(drawn))
     return made
 
 

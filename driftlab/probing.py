@@ -92,7 +92,7 @@ class Probed:
     sinks: Mapping[str, Sequence[tuple[int, float]]]
     """where each plain drafter itself puts most mass at depth 1, first input: (position, mass)"""
     stabilities: Mapping[tuple[str, str], Stability] = field(default_factory=dict)
-    """by drafter and setting, where there are two inputs or more"""
+    """by drafter and setting, where there are two inputs or more, and the plain one has rounds"""
     comparisons: Mapping[tuple[str, str], pd.DataFrame] = field(default_factory=dict)
     """by drafter and input: each setting with plain, where there are settings"""
     versus: Mapping[str, pd.DataFrame] = field(default_factory=dict)
@@ -169,7 +169,7 @@ def probe(
 
     Args:
         drafters: by name.
-        inputs: recordings of the same prompts by the key of their input, the plain one first.
+        inputs: recordings of the same prompts by the key of their input, the plain one first; the key is the rows' ``template``.
         config: how.
         progress: called with (which run and what, done, total).
 
@@ -194,17 +194,17 @@ def probe(
                 drafter, recorded, run.drafter, depth=config.depth, feed=config.feed, recent=config.recent,
                 interventions=setting, progress=told,
             )  # fmt: skip
-            frames += [frame.assign(intervention=run.setting), probed]
+            frames += [frame.assign(intervention=run.setting, template=run.input), probed.assign(template=run.input)]
             if any(isinstance(report, PinReport) for report in reports):
                 pins[run] = tuple(str(report) for report in reports if isinstance(report, PinReport))
             if not setting and run.input == next(iter(inputs)):
                 rows, verdicts[run.drafter] = _judged(drafter, recorded, run.drafter, config, told)
-                frames += rows
+                frames += [one.assign(template=run.input) for one in rows]
                 sinks[run.drafter] = _own_sink(drafter, recorded)
     found = Probed(
         config, dict(inputs), dict(drafters), combine(frames, varying=VARIES), replays, verdicts, pins, sinks
     )
-    return _compared(found)
+    return _compared(found, progress)
 
 
 def _own_sink(drafter: Drafter, recorded: Trajectory) -> list[tuple[int, float]]:
@@ -239,14 +239,16 @@ def _judged(
     return [*frames, as_rows(lines, **known, starts="all")], found
 
 
-def _compared(found: Probed) -> Probed:
+def _compared(found: Probed, progress: Progress) -> Probed:
     """Add what is made of several runs, and its rows."""
     inputs, first = tuple(found.inputs), found.plain_input
     keys = [key_of(setting) for setting in found.config.settings]
     stabilities, comparisons, versus, frames = {}, {}, {}, [found.rows]
-    for name in found.drafters:
+    for count, name in enumerate(found.drafters):
+        progress("comparing runs", count, len(found.drafters))
         for setting in ("", *keys):
-            if len(inputs) > 1:
+            # without a round under the plain input there is nothing to compare with, and all else is still worth having
+            if len(inputs) > 1 and found.replays[Run(name, first, setting)].verify_rounds.sum():
                 one = stability({i: found.replays[Run(name, i, setting)] for i in inputs}, plain=first)
                 stabilities[name, setting] = one
                 lines = list(one.records())
@@ -262,6 +264,7 @@ def _compared(found: Probed) -> Probed:
             versus[i] = compare(
                 {name: found.replays[Run(name, i)] for name in found.drafters}, next(iter(found.drafters))
             )
+    progress("comparing runs", len(found.drafters), len(found.drafters))
     for i, recorded in found.inputs.items():
         said = recorded.settings
         shared = {name: said[name] for name in ("temperature", "top_k", "top_p", "template", "seed")}
@@ -277,7 +280,7 @@ def _compared(found: Probed) -> Probed:
 
 def _known(found: Probed, name: str, key: str) -> dict[str, Any]:
     known = settings(found.drafters[name], found.inputs[key], name, depth=found.config.depth, feed="text")
-    return {**known, "rule": "argmax", "starts": "walk"}
+    return {**known, "template": key, "rule": "argmax", "starts": "walk"}
 
 
 def _differences(table: pd.DataFrame) -> list[dict[str, Any]]:

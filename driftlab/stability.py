@@ -84,7 +84,7 @@ _STATISTICS: dict[str, Callable[[np.ndarray, int, int, int], np.ndarray]] = {
     "tau_worst": lambda tau, plain, worst, best: tau[..., worst],
     "tau_spread": lambda tau, plain, worst, best: tau[..., best] - tau[..., worst],
     "tau_loss_worst": lambda tau, plain, worst, best: 1 - tau[..., worst] / tau[..., plain],
-    "tau_loss_mean": lambda tau, plain, worst, best: 1 - _others(tau, plain).mean(-1) / tau[..., plain],
+    "tau_loss_mean": lambda tau, plain, worst, best: 1 - _mean_of_others(tau, plain) / tau[..., plain],
 }
 
 
@@ -293,8 +293,10 @@ def _tau(found: Stability, chosen: np.ndarray) -> np.ndarray:
     return np.divide(top, bottom, out=np.full(top.shape, np.nan), where=bottom > 0)
 
 
-def _others(tau: np.ndarray, plain: int) -> np.ndarray:
-    return np.delete(tau, plain, axis=-1)
+def _mean_of_others(tau: np.ndarray, plain: int) -> np.ndarray | np.floating:
+    """NaN where no other is left."""
+    others = tau.shape[-1] - 1
+    return np.delete(tau, plain, axis=-1).sum(-1) / (others or np.nan)
 
 
 # ---------------------------------------------------------------------------------------------- by prompt length

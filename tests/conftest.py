@@ -30,6 +30,19 @@ _HOOK.__enter__()
 # tiny tensors: threads of one operation would only wait for each other
 torch.set_num_threads(1)
 
+#: the files that take longest, longest first: whole files are dealt to the test processes, and the last should be short ones
+LONGEST = (
+    *("test_training", "test_doctor", "test_fused", "test_cli_probe", "test_aot", "test_demo", "test_ablate", "test_torture"),
+    *("test_continuous", "test_sampled_replay", "test_trees", "test_lab_mends", "test_replay", "test_blocked", "test_chain"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Run the longest files first."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
 VOCAB, EOS, BOS = 61, 2, 1
 
 

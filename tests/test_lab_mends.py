@@ -128,6 +128,19 @@ def test_rows_of_given_answers_are_told_from_the_targets_own(tiny_target, make_d
     assert told[1] == f"{told[0]}, answers given"
 
 
+def test_a_plain_input_whose_answers_end_at_once_costs_the_stability_and_nothing_else(tiny_target, make_drafter):
+    from driftlab.probing import ProbeConfig, probe
+
+    prompts, options = ["abc", "de"], {"max_new_tokens": 6, "template": False}
+    ended = tiny_target.record(prompts, answers=[[2], [2]], **options)
+    longer = tiny_target.record(prompts, answers=[[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]], **options)
+    drafter = make_drafter(target=longer, ttt=1)
+    found = probe({"d": drafter}, {"none": ended, "other": longer}, ProbeConfig(depth=2))
+    assert not found.stabilities
+    tau = found.rows[(found.rows["quantity"] == "tau") & (found.rows["prompt"] == "")]
+    assert tau["value"].isna().tolist() == [True, False]
+
+
 def test_two_settings_of_one_name_are_refused():
     from driftlab import DriftlabError
     from driftlab.interventions import TorchHook

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from conftest import tiny_llama
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from driftlab import Target
 from driftlab.errors import DriftlabError
-from driftlab.perturbations import BOS_GRID, STANDARD, Perturbation, applicable, moved, spans, token_diff
+from driftlab.perturbations import BOS_GRID, PARTS, STANDARD, Perturbation, applicable, moved, spans, token_diff
 from driftlab.perturbations.texts import EXCHANGES, LANGUAGES, REPLY, SYSTEMS
 from driftlab.prompts import Message, Prompt, encode
 
@@ -280,7 +282,19 @@ def test_without_a_chat_template():
     ],
 )
 def test_unknown_keys_list_what_there_is(key):
-    with pytest.raises(DriftlabError, match=r"unknown perturbation .* known are chat, none, system=default\|empty"):
+    name, given, value = key.partition("=")
+    told = r"unknown perturbation .* known are chat, none, system=default\|empty"
+    if name in PARTS:
+        allowed = "|".join(PARTS[name])
+        said = f"{value!r} is no value of it" if value else "its value is missing"
+        told = re.escape(f"perturbation {key!r}: {said}; write {name}={allowed}")
+    with pytest.raises(DriftlabError, match=told):
+        Perturbation.parse(key)
+
+
+@pytest.mark.parametrize("key", ["none=x", "none="])
+def test_a_part_without_values_takes_none(key):
+    with pytest.raises(DriftlabError, match=f"perturbation '{key}': it takes no value; write none$"):
         Perturbation.parse(key)
 
 

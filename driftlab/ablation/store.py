@@ -61,8 +61,8 @@ class Store:
         return True
 
     def provenance(self, key: str) -> dict[str, Any]:
-        """Return how a finished cell was made."""
-        return read_json(self.folder / f"{key}.run.json")
+        """Return how a finished cell was made. Raises DriftlabError if its file does not say."""
+        return read_provenance(self.folder / f"{key}.run.json")
 
     def write(self, cell: Cell, frame: pd.DataFrame, record: Mapping[str, Any]) -> None:
         """Write a cell's provenance and, last, its table."""
@@ -114,6 +114,17 @@ class Store:
         return self.folder / f"{key}.error.txt"
 
 
+def read_provenance(path: Path) -> dict[str, Any]:
+    """Read a cell's provenance. Raises DriftlabError for a file that was not written as one."""
+    record = read_json(path)
+    told = record.get("settings") if isinstance(record, dict) else None
+    if not isinstance(told, dict) or not all(isinstance(told.get(name), dict) for name in ("cell", "settings")):
+        raise DriftlabError(
+            f"{path} does not say how its cell was made: remove it and its table, and the cell is made again"
+        )
+    return record
+
+
 def read_cells(out: str | Path, cells: Iterable[Cell] | None = None) -> pd.DataFrame:
     """Return the rows of finished cells in one frame, with ``cell`` (the key) and a column ``cell_NAME`` for every field.
 
@@ -132,7 +143,7 @@ def read_cells(out: str | Path, cells: Iterable[Cell] | None = None) -> pd.DataF
         tables = [_table(out, key) for key in keys]
     frames = []
     for path in tables:
-        record = read_json(path.with_name(f"{path.stem}.run.json"))
+        record = read_provenance(path.with_name(f"{path.stem}.run.json"))
         rows = read_rows(path)
         fields = {name: tuple(v) if isinstance(v, list) else v for name, v in record["settings"]["cell"].items()}
         own = {f"cell_{name}": pd.Series([value] * len(rows), index=rows.index) for name, value in fields.items()}

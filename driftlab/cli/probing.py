@@ -82,6 +82,7 @@ def probe(
         backend: auto: fused Triton kernels on CUDA, plain torch elsewhere.
         given: conventions that you know better than the drafters' files, as name=value (see `driftlab inspect`).
     """
+    from driftlab.measure import template_of
     from driftlab.probe_panels import heat_panels, panels
     from driftlab.probe_report import check_heads, notes, tables
     from driftlab.probing import ProbeConfig, check_settings, parse_settings
@@ -110,12 +111,13 @@ def probe(
         opened = _opened(recording, limit, sink)
         loaded = {name: load_drafter(path, opened, device, given) for name, path in folders.items()}
         model = None if target is None else load_target(target, device, dtype, (0,))
-        inputs, refused, chosen = {opened.settings["template"]: opened}, {}, ()
+        inputs, refused, chosen = {template_of(opened): opened}, {}, ()
         listed = _checked(
             loaded, wanted, heads, heat, [entry.id for entry in opened.entries], check_settings, check_heads
         )
     else:
         asked = _prompts(prompts, limit)
+        print(f"loading {target or 'smollm2'} and {', '.join(folders)}", file=sys.stderr)
         model = load_target(target or "smollm2", device, dtype, None, tuple(map(str, names)), given)
         loaded = {name: load_drafter(path, model, device, given) for name, path in folders.items()}
         listed = _checked(loaded, wanted, heads, heat, [prompt.id for prompt in asked], check_settings, check_heads)
@@ -129,12 +131,13 @@ def probe(
         trained_depth=trained_depth,
         backend=backend,
     )
-    found = run(loaded, inputs, config, progress=progress_bar())
+    bar = progress_bar()
+    found = run(loaded, inputs, config, progress=bar)
     settings = {"recording": None if recording is None else recording.name, "depth": depth, "feed": feed}
     record = provenance({**settings, "inputs": list(inputs), "settings": asked_settings})
     write_rows(out, found.rows, record)
     folder = out.with_name(f"{out.stem}_panels")
-    drawn = panels(found, folder)
+    drawn = panels(found, folder, bar)
     first = next(iter(inputs.values()))
     if heat != "none":
         decode = None if model is None else lambda token: model.tokenizer.decode([token])

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from driftlab.doctor.evidence import LEAST, LEVEL, Contrast, contrast, information
+from driftlab.doctor.evidence import LEAST, LEVEL, ONE_SIDED, Contrast, contrast, information
 from driftlab.doctor.factors import Factors, Level, plausible, same
 from driftlab.doctor.remedies import remedies
 from driftlab.doctor.scoring import Bench, Score, candidates, cut
@@ -34,11 +34,10 @@ DEPTH = 3
 """deepest depth scored, unless the drafter says that it was trained for fewer"""
 WEAK = 0.1
 """nats of information below which nothing is told"""
-SIZES = ((16, 8), (28, 16), (48, 30), (96, 64))
+SIZES = ((16, 8), (28, 16), (48, 30), (96, 128))
 """prompts and answer tokens of what is scored: all readings; those that may be better; those where it is open whether that
-matters; and those that look better"""
-_ONE_SIDED = 0.025
-_ROWS = 14000
+matters; and the few of them that do best"""
+_ROWS = 20000
 """padded rows of the largest bench: what 3 minutes and 2 GB hold"""
 
 
@@ -53,7 +52,7 @@ class Row:
     by_depth: tuple[float, ...]
     tokens: int
     verdict: str
-    """same (no text can tell), no matter (less than 0.01 nats either way), worse, open (this text does not tell)"""
+    """same (no text can tell), no matter (less than 0.02 nats either way), worse, open (this text does not tell)"""
     more_tokens: int
     """answer tokens to record before what is open is settled"""
     view: View
@@ -268,7 +267,7 @@ def _row(search: Search, tried: Tried) -> Row:
         by_depth=tuple(tried.score.by_depth),
         tokens=c.tokens,
         verdict=_verdict(c),
-        more_tokens=c.tokens_wanted(search.level) if c.mean >= LEAST else c.tokens_to_settle(_ONE_SIDED),
+        more_tokens=c.tokens_wanted(search.level) if c.mean >= LEAST else c.tokens_to_settle(ONE_SIDED),
         view=search.factors.view(tried.point),
     )
 
@@ -276,9 +275,9 @@ def _row(search: Search, tried: Tried) -> Row:
 def _verdict(c: Contrast) -> str:
     if c.identical:
         return "same"
-    if c.bound(_ONE_SIDED) < LEAST and c.mean > -LEAST:
+    if c.bound(ONE_SIDED) < LEAST and c.mean > -LEAST:
         return "no matter"
-    return "worse" if c.worse < _ONE_SIDED else "open"
+    return "worse" if c.worse < ONE_SIDED else "open"
 
 
 def _changes(factors: Factors, best: View) -> tuple[tuple[str, str, str], ...]:

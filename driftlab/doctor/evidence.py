@@ -7,7 +7,7 @@ With d_i the sum over a prompt's starts and depths of the difference of two read
 m prompts, and D / SE is compared with Student's t of m - 1 degrees of freedom. The level is divided by the number of readings
 that were tried (Bonferroni). It is spent anew where more prompts are looked at and where pairs follow single changes, at most
 eight times in a diagnosis, mostly on the same prompts: what the share of honest files that are doubted comes to is measured. A
-reading that gains likelihood and loses matches (D / SE of the arg max's hits below -1) is less sure, not right: not taken.
+reading that gains likelihood while its arg max hits the text less often is less sure, not right: not taken.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from driftlab.intervals import Interval, bootstrap_ratio
 
 LEVEL = 0.01
 """of taking a reading that is no better, over all readings tried, at one look"""
-LEAST = 0.01
+LEAST = 0.02
 """nats a token: a smaller gain is no reason to read a file otherwise"""
+ONE_SIDED = 0.025
+"""level of the bound by which a reading is told to be worse, or not to matter"""
 SAME = 2e-4
 """nats: two readings whose scores differ nowhere by more are one"""
 POWER = 0.8

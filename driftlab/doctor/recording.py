@@ -10,8 +10,8 @@ from driftlab.progress import Progress, silent
 from driftlab.prompts import Prompt, evenly, load_prompts
 from driftlab.trajectory import Trajectory
 
-PROMPTS = 64
-ANSWER = 48
+PROMPTS = 80
+ANSWER = 128
 _LONGEST = 480
 """characters of a prompt: long ones cost time and tell no more"""
 

@@ -1,8 +1,8 @@
 """Finding the reading that predicts the text best: factor by factor from the declared one, then pairs.
 
 From the reading held so far every level of every other factor is scored on a few prompts. What is far worse is dropped; what
-is left is scored on more, then, while the difference may be of either sign and large enough to matter, on more again, and what
-looks better on all. The best reading whose gain is shown, at the level divided by the number of readings tried, is taken as
+is left is scored on more, then, while the difference may be of either sign and large enough to matter, on more again, and the few
+that do best of these on all. The best reading whose gain is shown, at the level divided by the number of readings tried, is taken as
 soon as it is shown, and the search goes on from there. Most factors are independent, so that one mistake shows while another
 stands; where no single change helps, pairs are tried: of the levels that did best alone, or of all where the reading predicts
 nothing.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from driftlab.doctor.evidence import LEAST, LEVEL, Contrast, contrast, information, matching
+from driftlab.doctor.evidence import LEAST, LEVEL, ONE_SIDED, Contrast, contrast, information, matching
 from driftlab.doctor.factors import Factors, Level
 from driftlab.doctor.scoring import Bench, Score
 from driftlab.doctor.stored import View
@@ -22,10 +22,8 @@ from driftlab.progress import Progress, silent
 
 _FAR = 0.02
 """p-value at which a few prompts are enough to drop a reading"""
-_HINT = 0.1
-"""p-value, of one comparison, from which a reading that looks better is scored on all text"""
-_FEWER = -1.0
-"""standard errors: a reading that hits the text less often by more is not taken for its likelihood"""
+_BEST_OPEN = 4
+"""readings that are scored on all text: the best of those that may be better by what matters"""
 _DULL = 0.5
 """nats of information below which a reading may be hiding what single changes do"""
 _BEST_SINGLES = 4
@@ -34,7 +32,7 @@ _MOVES = 5
 Point = dict[str, Level]
 
 
-@dataclass
+@dataclass(eq=False)
 class Tried:
     """A reading that was measured: its changes from the one held, and its contrast with that one on the largest text."""
 
@@ -128,7 +126,7 @@ class Search:
     def _step(self, around: list[Tried]) -> Tried | None:
         """Return the best change whose gain is shown."""
         shown = [
-            t for t in around if t.against.mean >= LEAST and t.against.better < self.level and t.matches.t >= _FEWER
+            t for t in around if t.against.mean >= LEAST and t.against.better < self.level and t.matches.mean >= 0
         ]
         return max(shown, key=lambda tried: tried.against.mean, default=None)
 
@@ -145,7 +143,10 @@ class Search:
         for stage in range(1, len(self.benches)):
             if self._step(found) is not None:
                 return found  # a mistake so plain needs no more text, and all is tried again without it
-            found = [self._again(here, tried, stage) for tried in found]
+            wanted = [tried for tried in found if self._unsettled(tried, stage)]
+            if stage == len(self.benches) - 1:
+                wanted = sorted(wanted, key=lambda tried: -tried.against.mean)[:_BEST_OPEN]
+            found = [self._again(here, tried, stage) if tried in wanted else tried for tried in found]
         return found
 
     def _measure(self, stage: int, here: View, there: Point, change: tuple[Level, ...]) -> Tried | None:
@@ -156,11 +157,12 @@ class Search:
             else Tried(there, change, mine, contrast(mine, theirs), matching(mine, theirs), stage)
         )
 
-    def _again(self, here: View, tried: Tried, stage: int) -> Tried:
-        """Measure on more text what is not settled; on all of it only what looks better."""
+    def _unsettled(self, tried: Tried, stage: int) -> bool:
+        """Whether more text may show it to be better: by any amount at first, then by what matters."""
         c = tried.against
         if tried.stage < stage - 1 or c.identical or c.worse < (_FAR if stage == 1 else self.level):
-            return tried
-        if (stage == 2 and c.bound(self.level) <= LEAST) or (stage > 2 and (c.mean < LEAST / 2 or c.better > _HINT)):
-            return tried
+            return False
+        return stage == 1 or c.bound(self.level if stage == 2 else ONE_SIDED) > LEAST
+
+    def _again(self, here: View, tried: Tried, stage: int) -> Tried:
         return self._measure(stage, here, tried.point, tried.changes) or tried

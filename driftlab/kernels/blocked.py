@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from driftlab.kernels.problem import Attended, Problem, visible_keys
+from driftlab.kernels.recent import recent_mass
 from driftlab.kernels.reference import refuse_blind
 from driftlab.segments import Segment
 
@@ -60,13 +61,12 @@ def attend(problem: Problem, block: int | None = None) -> Attended:
     lse = q.new_empty(batch, heads, starts, dtype=wide)
     mass = q.new_empty(batch, heads, starts, len(Segment), dtype=wide) if stats.mass else None
     entropy = torch.empty_like(lse) if stats.entropy else None
-    recent = q.new_empty(batch, heads, starts, len(stats.recent), dtype=wide) if stats.recent else None
     columns = q.new_zeros(batch, heads, context, dtype=wide) if stats.columns else None
     visible = visible_keys(problem)
     second = _Buffer(q, wide)  # the entropy alone needs scores and their exponentials together
     sums: Any = None
-    # the last two statistics want the denominator before the scores are gone: all keys in one piece
-    cut = recent is None and columns is None and q.device.type == "cpu"
+    # columns want the denominator before the scores are gone: all keys in one piece
+    cut = columns is None and q.device.type == "cpu"
     for tile in _tiles(problem, block, KEYS if cut else context):
         x, shape, here = tile.scores, tile.shape, tile.here
         if tile.hidden is not None and here[1].start == 0:
@@ -109,9 +109,6 @@ def attend(problem: Problem, block: int | None = None) -> Attended:
             _cut(mass, kv_heads, here).copy_(sums.share.div_(total).view(*shape, -1))
         if entropy is not None:
             _cut(entropy, kv_heads, here).copy_(((log_total * sums.seen - sums.spread) / total).view(shape))
-        if recent is not None:
-            newest = _newest(tile, grouped, max(stats.recent)).cumsum(-1) / total.view(*shape, 1)
-            _cut(recent, kv_heads, here).copy_(newest[..., [width - 1 for width in stats.recent]])
         if columns is not None:
             weight = total.reciprocal().view(shape)
             if problem.valid is not None:
@@ -121,6 +118,7 @@ def attend(problem: Problem, block: int | None = None) -> Attended:
                 _cut(columns, kv_heads, here[:2])[..., piece] += summed[..., 0, cols]
     if problem.controls.drop is not None and problem.own == 0 and problem.sink_logit is None:
         refuse_blind((visible == 0)[..., None], rows, problem.valid)
+    recent = recent_mass(problem, lse, stats.recent) if stats.recent else None
     return Attended(out, lse, mass, entropy, visible, recent, columns)
 
 
@@ -454,16 +452,6 @@ def _tile(
         later = part.place[begin:][strip] > rows
         grouped[..., strip].masked_fill_(later[:, None, None], HIDDEN)
     return _Tile(part, here, pieces, scores, flat, factor, hidden, shape, *ends)
-
-
-def _newest(tile: _Tile, grouped: Tensor, most: int) -> Tensor:
-    """The newest own keys' exponentials, then those of context rows t, t - 1, ...: [batch kv_head group start own+most]."""
-    back = tile.part.rows[:, tile.here[2], None] - torch.arange(most, device=grouped.device)
-    place = _keys_of(tile.part.place[None], tile.pieces)[0]
-    column = torch.searchsorted(place, back).clamp(max=tile.keys - 1)
-    there = place[column] == back
-    context = grouped[..., : tile.keys].gather(-1, column[:, None, None].expand(*tile.shape, -1))
-    return torch.cat([grouped[..., tile.keys :].flip(-1), context.masked_fill(~there[:, None, None], 0)], -1)
 
 
 def _keys_of(tensor: Tensor, pieces: list[tuple[slice, slice]]) -> Tensor:

@@ -102,13 +102,10 @@ def attend(problem: Problem, block: int | None = None) -> Attended:
     lse = q.new_empty(batch, heads, starts, dtype=wide)
     mass = q.new_empty(batch, heads, starts, len(Segment), dtype=wide) if stats.mass else None
     entropy = torch.empty_like(lse) if stats.entropy else None
-    recent = q.new_empty(batch, heads, starts, len(stats.recent), dtype=wide) if stats.recent else None
     for b in range(batch):
         whole = _Sums(*(None if t is None else t[b : b + 1] for t in (lse, out, mass, entropy)))
         _answer(_sequence(problem, b), whole, most)
-    if recent is not None:
-        for span in (slice(first, first + most) for first in range(0, starts, most)):
-            recent[:, :, span] = recent_mass(problem.at(span), lse[:, :, span], stats.recent)
+    recent = recent_mass(problem, lse, stats.recent) if stats.recent else None
     columns = None
     if stats.columns:
         columns = blocked.attend(dataclasses.replace(problem, stats=Stats(columns=True)), block).columns

@@ -10,6 +10,9 @@ from torch import Tensor
 from driftlab.kernels.problem import Problem
 from driftlab.segments import Segment
 
+STARTS = 768
+"""Starts at a time on a CPU: one key each is held."""
+
 
 def recent_mass(problem: Problem, lse: Tensor, windows: Sequence[int]) -> Tensor:
     """Return [batch head start window]: the chain's own keys are the newest, then context rows t, t - 1, ...
@@ -17,6 +20,15 @@ def recent_mass(problem: Problem, lse: Tensor, windows: Sequence[int]) -> Tensor
     ``lse [batch head start]`` is that of the whole attention; what ``problem`` hides has no mass. Keys are taken one place at a
     time, so no more than one key a start is held.
     """
+    starts = lse.shape[2]
+    found = lse.new_empty(*lse.shape, len(windows))
+    block = STARTS if lse.device.type == "cpu" else max(starts, 1)
+    for span in (slice(first, first + block) for first in range(0, starts, block)):
+        found[:, :, span] = _of_span(problem.at(span), lse[:, :, span], windows)
+    return found
+
+
+def _of_span(problem: Problem, lse: Tensor, windows: Sequence[int]) -> Tensor:
     batch, heads, starts, _ = problem.q.shape
     kv_heads, own, rows = problem.context_k.shape[1], problem.own, problem.rows
     wide = lse.dtype

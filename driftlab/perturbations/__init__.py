@@ -193,8 +193,13 @@ def _part(word: str) -> Part:
         return Part(name)
     number = count.isascii() and count.isdigit() and int(count) > 0
     pattern = ("" if not count else _COUNT if number else "?") + (_FILE if at else "")
-    if not value or allowed is None or pattern not in allowed or (at and not path):
+    if allowed is None:
         raise DriftlabError(f"unknown perturbation {word!r}; known are {_listing()}; several are joined by +")
+    if not value or pattern not in allowed or (at and not path):
+        told = "its value is missing" if allowed else "it takes no value"
+        told = f"{value!r} is no value of it" if value and allowed else told
+        wanted = _form(name, allowed) + (" (N a number from 1 on)" if any(_COUNT in one for one in allowed) else "")
+        raise DriftlabError(f"perturbation {word!r}: {told}; write {wanted}")
     count = str(int(count)) if count else ""
     if not at:
         return Part(name, count)
@@ -203,7 +208,11 @@ def _part(word: str) -> Part:
 
 
 def _listing() -> str:
-    return ", ".join(["chat", *(f"{name}={'|'.join(values)}" if values else name for name, values in PARTS.items())])
+    return ", ".join(["chat", *(_form(name, values) for name, values in PARTS.items())])
+
+
+def _form(name: str, values: Sequence[str]) -> str:
+    return f"{name}={'|'.join(values)}" if values else name
 
 
 def _read(path: str) -> str:
