@@ -24,9 +24,10 @@ from torch import Tensor
 from driftlab.draft import Draft, text_digest
 from driftlab.errors import DriftlabError
 from driftlab.probability import text_probabilities
+from driftlab.recorded import Batch
 from driftlab.rules import RULES, SAMPLED_RULES, given_text
 from driftlab.sampling import Sampling
-from driftlab.trajectory import Batch, Trajectory
+from driftlab.trajectory import Trajectory
 from driftlab.trees import SampledTree, Tree, TreeDraft
 
 

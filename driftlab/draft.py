@@ -24,9 +24,10 @@ from driftlab.errors import DriftlabError
 from driftlab.fused import FusedChain, not_finite
 from driftlab.kernels.backend import say_torch, wants_triton
 from driftlab.progress import Progress, silent
+from driftlab.recorded import Batch
 from driftlab.sampling import Sampling, draw
 from driftlab.segments import Starts, context_segments
-from driftlab.trajectory import Batch, Trajectory
+from driftlab.trajectory import Trajectory
 
 Feed = Literal["text", "own"]
 LOGIT_BLOCK_BYTES = 64 * 2**20

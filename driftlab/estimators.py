@@ -43,8 +43,9 @@ from driftlab.acceptance import accept
 from driftlab.draft import Draft
 from driftlab.errors import DriftlabError
 from driftlab.intervals import Interval, limits, percentile_interval
+from driftlab.recorded import Batch
 from driftlab.simulation import Expected, Simulation, simulate
-from driftlab.trajectory import Batch, Trajectory
+from driftlab.trajectory import Trajectory
 
 Numbers = np.ndarray | np.floating
 """an array, or what numpy makes of one without axes"""

@@ -24,7 +24,8 @@ from torch import Tensor
 from driftlab.draft import Chain, Feed, check_depth, check_fits, greedy_tokens, read_states
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
-from driftlab.trajectory import Batch, Trajectory
+from driftlab.recorded import Batch
+from driftlab.trajectory import Trajectory
 
 Kind = Literal["sink", "prompt", "context", "own", "rest of prompt", "rest of context"]
 _ROUNDING = 1e-3

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic
+from driftlab.pieces import piece_entries, piece_path
 from driftlab.sampling import Sampling
-from driftlab.trajectory import Trajectory, piece_entries, piece_path
+from driftlab.trajectory import Trajectory
 
 _BLOCK_BYTES = 64 * 2**20
 _EDGE = 1e-3

@@ -169,7 +169,7 @@ def probe(
 
     Args:
         drafters: by name.
-        inputs: recordings of the same prompts by the key of their input, the plain one first; the key is the rows' ``template``.
+        inputs: recordings of the same prompts by the key of their input (``template`` in the rows), the plain one first.
         config: how.
         progress: called with (which run and what, done, total).
 

@@ -30,9 +30,10 @@ from driftlab.errors import DriftlabError
 from driftlab.files import locked, sweep, write_text
 from driftlab.losses import LOSSES, TargetDistribution, draft_loss
 from driftlab.progress import Progress, silent
+from driftlab.recorded import Batch
 from driftlab.sealed import open_tensors, save_sealed, sealed_tensors
 from driftlab.simulation import simulate
-from driftlab.trajectory import Batch, Trajectory
+from driftlab.trajectory import Trajectory
 
 STATE_VERSION = 2
 HELD_OUT_DEPTH = 8

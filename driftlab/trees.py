@@ -30,7 +30,8 @@ from driftlab.draft import LOGIT_BLOCK_BYTES, Chain, check_depth, check_finite, 
 from driftlab.drafter import Drafter, DraftState
 from driftlab.errors import DriftlabError
 from driftlab.progress import Progress, silent
-from driftlab.trajectory import Batch, Trajectory
+from driftlab.recorded import Batch
+from driftlab.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def build(job: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     import torch
 
     from driftlab import VARIANTS, Drafter, DrafterConfig, all_starts
-    from driftlab.trajectory import Batch, TargetHead
+    from driftlab.recorded import Batch, TargetHead
 
     generator = torch.Generator().manual_seed(0)
     width, vocab, tokens = 576, 49152, job["tokens"]

@@ -94,8 +94,8 @@ def driftlab_side(job: dict[str, Any]) -> Callable[[SimpleNamespace], tuple[Any,
     import torch
 
     from driftlab import Drafter, DrafterConfig, TrainConfig
+    from driftlab.recorded import Batch, TargetHead
     from driftlab.training import batch_loss
-    from driftlab.trajectory import Batch, TargetHead
 
     def prepare(data: SimpleNamespace) -> tuple[Any, Any, int]:
         config = DrafterConfig(

@@ -102,7 +102,7 @@ def build(base: Path) -> None:
 
 def _point_to_head(run: Path) -> None:
     from driftlab.files import read_json
-    from driftlab.trajectory import write_trajectory_json
+    from driftlab.pieces import write_trajectory_json
 
     write_trajectory_json(run, {**read_json(run / "trajectory.json"), "head": "head.safetensors"})
 

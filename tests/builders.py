@@ -21,7 +21,7 @@ def config_of(**overrides):
 
 def target_of(vocab=61, width=32, seed=0):
     """Anything with a head can lend its tables."""
-    from driftlab.trajectory import TargetHead
+    from driftlab.recorded import TargetHead
 
     generator = torch.Generator().manual_seed(seed)
     return SimpleNamespace(
@@ -52,7 +52,7 @@ def own_tables(**overrides):
 
 def random_batch(lengths, prompt_lengths, *, width, aux=3, vocab=61, seed=0, sinks=(0,), scales=(1.0, 4.0, 20.0)):
     """A padded batch of random tokens and states; padding holds large states, which nothing may read."""
-    from driftlab.trajectory import Batch
+    from driftlab.recorded import Batch
 
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)

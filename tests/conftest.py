@@ -32,8 +32,25 @@ torch.set_num_threads(1)
 
 #: the files that take longest, longest first: whole files are dealt to the test processes, and the last should be short ones
 LONGEST = (
-    *("test_training", "test_doctor", "test_fused", "test_cli_probe", "test_aot", "test_demo", "test_ablate", "test_torture"),
-    *("test_continuous", "test_sampled_replay", "test_trees", "test_lab_mends", "test_replay", "test_blocked", "test_chain"),
+    *(
+        "test_training",
+        "test_doctor",
+        "test_fused",
+        "test_cli_probe",
+        "test_aot",
+        "test_demo",
+        "test_ablate",
+        "test_torture",
+    ),
+    *(
+        "test_continuous",
+        "test_sampled_replay",
+        "test_trees",
+        "test_lab_mends",
+        "test_replay",
+        "test_blocked",
+        "test_chain",
+    ),
 )
 
 

@@ -51,7 +51,7 @@ def text() -> Tensor:
 
 def target_of(given: Lent, family: str = "llama") -> Any:
     """The stand-in as the package wants a target: head, spec, and what it captures."""
-    from driftlab.trajectory import TargetHead, TargetSpec
+    from driftlab.recorded import TargetHead, TargetSpec
 
     spec = TargetSpec(
         **{

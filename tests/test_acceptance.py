@@ -9,8 +9,8 @@ from conftest import VOCAB
 
 from driftlab import DriftlabError, accept, all_starts, simulate
 from driftlab.draft import Draft
+from driftlab.recorded import Batch
 from driftlab.results import as_rows
-from driftlab.trajectory import Batch
 from driftlab.vocabulary import coverage
 
 

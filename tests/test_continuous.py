@@ -23,11 +23,12 @@ from driftlab import (
     simulate,
     train,
 )
+from driftlab.pieces import piece_path
+from driftlab.recorded import TargetSpec
 from driftlab.target import continuous
 from driftlab.target.continuous import SelfJob
 from driftlab.target.sampling import Sampling, continue_prompts, streams
 from driftlab.target.watching import slot_attention
-from driftlab.trajectory import TargetSpec, piece_path
 
 REAL_PIECE = continuous.PIECE
 PIECE, SLOTS, LIMIT, USER = 8, 5, 8, 6

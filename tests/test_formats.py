@@ -45,7 +45,7 @@ def every_row(rows):
 
 def everything_recorded(given, ids):
     """A recording that holds every state of the target: the token before the first row is not read by any drafter."""
-    from driftlab.trajectory import Batch
+    from driftlab.recorded import Batch
 
     def padded(x):
         return torch.cat([x, x[-1:]])[None].float()

@@ -280,7 +280,7 @@ def test_without_ids_and_without_a_target_the_states_stay_open(write):
 
 
 def spec_of(**changes):
-    from driftlab.trajectory import TargetSpec
+    from driftlab.recorded import TargetSpec
 
     values = {
         "name": "t",

@@ -23,7 +23,8 @@ from driftlab import (
     simulate,
     train,
 )
-from driftlab.trajectory import TargetHead, piece_path
+from driftlab.pieces import piece_path
+from driftlab.recorded import TargetHead
 
 PROMPTS = ["hello world", "abc", "q", "another longer prompt here", "to be", "hello world"]
 LIMIT = 12
@@ -502,7 +503,7 @@ def test_a_full_disk_is_explained_and_the_recording_goes_on(whole, varied_target
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         save_file(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr("driftlab.trajectory.save_file", full)
+    monkeypatch.setattr("driftlab.pieces.save_file", full)
     out = tmp_path / "r"
     with pytest.raises(DriftlabError, match=f"no space left while writing .*piece-0000{piece}.*run the same command"):
         record(varied_target, out, temperature=1.0)
@@ -587,7 +588,7 @@ def test_lse_is_that_of_the_full_precision_logits_also_of_a_half_precision_targe
     assert head.lm_head.dtype == torch.bfloat16
     p = (head.logits(recorded.last_hidden[first:]) - recorded.lse[first:, None]).exp()
     torch.testing.assert_close(p.sum(-1), torch.ones(len(p)), rtol=0, atol=1e-4)
-    monkeypatch.setattr("driftlab.trajectory._VOCAB_BLOCK", 7)
+    monkeypatch.setattr("driftlab.recorded._VOCAB_BLOCK", 7)
     torch.testing.assert_close(head.lse(recorded.last_hidden[first:]), recorded.lse[first:], rtol=1e-5, atol=1e-5)
 
 

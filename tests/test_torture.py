@@ -264,7 +264,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     ],
 )
 def test_what_a_recording_says_is_checked_even_if_its_checksum_is_right(copy, change, told):
-    from driftlab.trajectory import write_trajectory_json
+    from driftlab.pieces import write_trajectory_json
 
     folder = copy("recording") / "run"
     write_trajectory_json(folder, {**read_json(folder / "trajectory.json"), **change})

@@ -18,7 +18,7 @@ from driftlab.doctor.stored import Stored, View
 from driftlab.drafter.config import DrafterConfig
 from driftlab.drafter.formats.conventions import shown
 from driftlab.errors import DriftlabError
-from driftlab.trajectory import TargetSpec
+from driftlab.recorded import TargetSpec
 
 _WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 _COMMON_THETA = 10000.0

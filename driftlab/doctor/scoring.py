@@ -35,8 +35,9 @@ from driftlab.draft import Draft, text_at
 from driftlab.drafter.blocks import LayerKV
 from driftlab.drafter.model import Drafter, DraftState
 from driftlab.errors import DriftlabError
+from driftlab.recorded import Batch
 from driftlab.simulation import Simulation, simulate
-from driftlab.trajectory import Batch, Trajectory
+from driftlab.trajectory import Trajectory
 
 FLOOR = 0.02
 TEMPERATURES = (0.5, 1.0, 2.0, 4.0)

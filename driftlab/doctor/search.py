@@ -1,11 +1,11 @@
 """Finding the reading that predicts the text best: factor by factor from the declared one, then pairs.
 
-From the reading held so far every level of every other factor is scored on a few prompts. What is far worse is dropped; what
-is left is scored on more, then, while the difference may be of either sign and large enough to matter, on more again, and the few
-that do best of these on all. The best reading whose gain is shown, at the level divided by the number of readings tried, is taken as
-soon as it is shown, and the search goes on from there. Most factors are independent, so that one mistake shows while another
-stands; where no single change helps, pairs are tried: of the levels that did best alone, or of all where the reading predicts
-nothing.
+From the reading held so far every level of every other factor is scored on a few prompts. What is far worse is dropped;
+what is left is scored on more, then, while the difference may be of either sign and large enough to matter, on more again,
+and the few that do best of these on all. The best reading whose gain is shown, at the level divided by the number of
+readings tried, is taken as soon as it is shown, and the search goes on from there. Most factors are independent, so that
+one mistake shows while another stands; where no single change helps, pairs are tried: of the levels that did best alone, or
+of all where the reading predicts nothing.
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ class Search:
 
     def _step(self, around: list[Tried]) -> Tried | None:
         """Return the best change whose gain is shown."""
-        shown = [
-            t for t in around if t.against.mean >= LEAST and t.against.better < self.level and t.matches.mean >= 0
-        ]
+        shown = [t for t in around if t.against.mean >= LEAST and t.against.better < self.level and t.matches.mean >= 0]
         return max(shown, key=lambda tried: tried.against.mean, default=None)
 
     def _try(self, point: Point, changes: list[tuple[Level, ...]]) -> list[Tried]:

@@ -20,7 +20,7 @@ from driftlab.drafter.config import DrafterConfig
 from driftlab.drafter.model import Drafter, Table
 from driftlab.drafter.rotary import Rotary
 from driftlab.errors import DriftlabError
-from driftlab.trajectory import TargetHead
+from driftlab.recorded import TargetHead
 
 D2T = Literal["offset", "absolute"]
 Inputs = Literal["embedding first", "hidden first"]

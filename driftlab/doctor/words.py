@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from driftlab.doctor.diagnosis import Diagnosis, Row
+from driftlab.doctor.evidence import LEAST
 from driftlab.intervals import Interval
 
 _SHOWN = 10
@@ -120,7 +121,7 @@ def _named(row: Row) -> str:
 def _measured(found: Diagnosis) -> str:
     return (
         f"{found.tried} readings on {found.tokens} answer tokens of {found.prompts} prompts, depths 1 to {found.depth}, in "
-        f"{found.seconds:.0f} s; differences smaller than 0.01 nats do not matter"
+        f"{found.seconds:.0f} s; differences smaller than {LEAST} nats do not matter"
     )
 
 

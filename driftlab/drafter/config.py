@@ -10,7 +10,7 @@ from typing import Any, Literal
 from driftlab.drafter.fields import Count, NonNegative, Positive, Size, from_table, settle_fields
 from driftlab.drafter.rotary import RopeScaling
 from driftlab.errors import DriftlabError
-from driftlab.trajectory import TargetSpec
+from driftlab.recorded import TargetSpec
 
 HeadSource = Literal["own", "target", "target_with_norm"]
 Architecture = Literal["eagle3", "mtp"]

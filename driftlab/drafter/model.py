@@ -31,8 +31,8 @@ from driftlab.drafter.norms import RMSNorm
 from driftlab.errors import DriftlabError
 from driftlab.hooks import HookedModule, HookPoint
 from driftlab.kernels.backend import wants_triton
+from driftlab.recorded import TargetHead
 from driftlab.segments import Starts
-from driftlab.trajectory import TargetHead
 
 
 class Table(nn.Module):

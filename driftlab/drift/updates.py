@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from driftlab.errors import DriftlabError
-from driftlab.trajectory import Batch, Trajectory
+from driftlab.recorded import Batch
+from driftlab.trajectory import Trajectory
 
 Updates = Callable[[str], Tensor]
 """from a prompt's id to [pos d_target]"""

@@ -40,7 +40,9 @@ def parse_intervention(text: str) -> Intervention:
     kind, *words = body.split(":")
     cls = INTERVENTIONS.get(kind)
     if re.search(r"(?<![eE])\+", text) and cls is not TorchHook:
-        raise DriftlabError(f"intervention {text!r}: several at once are joined by ' + ', with spaces around the plus sign")
+        raise DriftlabError(
+            f"intervention {text!r}: several at once are joined by ' + ', with spaces around the plus sign"
+        )
     if cls is None:
         raise DriftlabError(f"intervention {text!r}: there is no kind {kind!r}. {forms()}")
     settings: dict[str, Any] = {"depths": depths} if depths else {}

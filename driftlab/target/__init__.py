@@ -16,13 +16,14 @@ from driftlab.models import PACKAGED
 from driftlab.perturbations import Perturbation
 from driftlab.progress import Progress, silent
 from driftlab.prompts import Prompt, encode, load_prompts
+from driftlab.recorded import TargetHead, TargetSpec
 from driftlab.target.adapter import Adapter
 from driftlab.target.continuous import SelfJob, Source, record_self
 from driftlab.target.loading import load_pretrained
 from driftlab.target.record import Job, run
 from driftlab.target.sampling import Sampling, continue_prompts, streams
 from driftlab.target.windows import Window
-from driftlab.trajectory import TargetHead, TargetSpec, Trajectory
+from driftlab.trajectory import Trajectory
 from driftlab.workers import usable_cores
 
 __all__ = ["Sampling", "Target", "default_aux_layers"]

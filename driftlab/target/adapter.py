@@ -25,10 +25,10 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import sdpa_mask
 
 from driftlab.errors import DriftlabError
+from driftlab.recorded import TargetHead, TargetSpec
 from driftlab.target.caches import SlotCache, TargetCache
 from driftlab.target.watching import MassRecorder, mass_attention, slot_attention
 from driftlab.target.windows import Window, window_mask, windowed
-from driftlab.trajectory import TargetHead, TargetSpec
 
 _CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 _MASS_ATTENTION = "driftlab_mass"

@@ -24,22 +24,15 @@ from torch import Tensor
 
 from driftlab.errors import DriftlabError
 from driftlab.files import locked, read_json, sweep
+from driftlab.pieces import finish_recording, piece_is_whole, piece_path, write_piece
 from driftlab.progress import Progress, silent
+from driftlab.recorded import FORMAT_VERSION, Recorded, TargetSpec
 from driftlab.results import provenance
 from driftlab.target.adapter import Adapter
 from driftlab.target.caches import SlotCache
 from driftlab.target.record import check_finite, claim, find_sink, head_is_whole, head_name, write_head
 from driftlab.target.sampling import Sampling, choose
-from driftlab.trajectory import (
-    FORMAT_VERSION,
-    Recorded,
-    TargetSpec,
-    Trajectory,
-    finish_recording,
-    piece_is_whole,
-    piece_path,
-    write_piece,
-)
+from driftlab.trajectory import Trajectory
 from driftlab.workers import run_jobs
 
 PIECE = 32

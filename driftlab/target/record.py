@@ -22,24 +22,14 @@ from torch import Tensor
 
 from driftlab.errors import DriftlabError
 from driftlab.files import cache_dir, locked, read_json, sweep, write_json
+from driftlab.pieces import finish_recording, piece_entries, piece_is_whole, piece_path, read_entries, write_piece
 from driftlab.progress import Progress
 from driftlab.prompts import Prompt
+from driftlab.recorded import FORMAT_VERSION, Recorded, TargetHead, TargetSpec
 from driftlab.results import provenance
 from driftlab.target.adapter import Adapter
 from driftlab.target.sampling import Sampling, continue_prompts, streams
-from driftlab.trajectory import (
-    FORMAT_VERSION,
-    Recorded,
-    TargetHead,
-    TargetSpec,
-    Trajectory,
-    finish_recording,
-    piece_entries,
-    piece_is_whole,
-    piece_path,
-    read_entries,
-    write_piece,
-)
+from driftlab.trajectory import Trajectory
 
 _SINK_SEQUENCES = 8
 _SINK_POSITIONS = 8
