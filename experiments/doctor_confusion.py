@@ -67,7 +67,7 @@ class Setup:
     """the small ones are trained here"""
     text: Path | None = None
     """recording that they are trained on; default: made here"""
-    steps: int = 160
+    steps: int = 640
     out: Path = Path("runs/doctor")
     only: tuple[str, ...] = ()
     """drafters whose cases are run; default all"""

@@ -99,7 +99,8 @@ def test_the_harness_can_fail(root, monkeypatch, capsys, reader, expected):
         return reader(folder)
 
     monkeypatch.setitem(torture.SUBJECTS, "csv", torture_files.Subject("csv", "rows.csv", once))
-    monkeypatch.setattr(torture, "LIMIT", 1.0)
+    if expected == "hang":  # a busy machine takes long for the others
+        monkeypatch.setattr(torture, "LIMIT", 1.0)
     assert torture.mutations(root, [0], options(only="csv")) == collections.Counter([expected])
 
 

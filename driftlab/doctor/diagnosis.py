@@ -50,7 +50,9 @@ class Row:
     difference: Interval
     """nats a token, this reading minus the best, 95 % over prompts"""
     by_depth: tuple[float, ...]
+    """the same at depth 1, 2, ... alone"""
     tokens: int
+    """answer tokens that the two were compared on"""
     verdict: str
     """same (no text can tell), no matter (less than 0.02 nats either way), worse, open (this text does not tell)"""
     more_tokens: int
@@ -202,13 +204,16 @@ def _short(trajectory: Trajectory, usable: list[int], prompts: int, answer: int)
 
 
 def _diagnosis(name: str, search: Search, best: View, around: list[Tried], began: float) -> Diagnosis:
-    declared, last = search.factors.declared, len(search.benches) - 1
-    held, other = _largest(search, best, declared)
+    declared = search.factors.declared
+    stage = search.largest(best, declared)
+    held, other = (search.score(stage, view) for view in (best, declared))
+    if held is None or other is None:
+        raise DriftlabError(f"the declared reading cannot be run: {next(iter(search.failed.values()), '')}")
     told = information(held)
     weak = told.mean < WEAK or told.better > LEVEL
     if weak:  # which of its readings is least bad says nothing of its conventions
         best, around, search.moves = declared, [], []
-    full = _whole(search.benches[min(1, last)])
+    full = _whole(search.benches[stage])
     scores = {view: full.score(view) for view in (declared, best)}
     runs = {view: full.simulate(score) for view, score in scores.items()}
     against = contrast(held, other)
@@ -245,15 +250,6 @@ def _diagnosis(name: str, search: Search, best: View, around: list[Tried], began
     )
 
 
-def _largest(search: Search, best: View, declared: View) -> tuple[Score, Score]:
-    """Return the scores of both on the largest text that the search went to, at least the promising readings' one."""
-    stage = min(1, len(search.benches) - 1)
-    mine, theirs = search.score(stage, best), search.score(stage, declared)
-    if mine is None or theirs is None:
-        raise DriftlabError(f"the declared reading cannot be run: {next(iter(search.failed.values()), '')}")
-    return mine, theirs
-
-
 def _whole(bench: Bench) -> Bench:
     """Return the same bench with all rows of the head: what tau is made with."""
     return Bench(bench.stored, bench.batch, bench.depth)
@@ -264,7 +260,7 @@ def _row(search: Search, tried: Tried) -> Row:
     return Row(
         changes=tuple((level.factor, level.label) for level in tried.changes),
         difference=c.interval(),
-        by_depth=tuple(tried.score.by_depth),
+        by_depth=c.by_depth,
         tokens=c.tokens,
         verdict=_verdict(c),
         more_tokens=c.tokens_wanted(search.level) if c.mean >= LEAST else c.tokens_to_settle(ONE_SIDED),

@@ -21,7 +21,7 @@ from driftlab.doctor.scoring import Score
 from driftlab.errors import DriftlabError
 from driftlab.intervals import Interval, bootstrap_ratio
 
-LEVEL = 0.01
+LEVEL = 0.05
 """of taking a reading that is no better, over all readings tried, at one look"""
 LEAST = 0.02
 """nats a token: a smaller gain is no reason to read a file otherwise"""
@@ -43,6 +43,8 @@ class Contrast:
     identical: bool
     sums: tuple[tuple[float, float], ...]
     """d_i and n_i of each prompt"""
+    by_depth: tuple[float, ...]
+    """the mean at depth 1, 2, ... alone"""
 
     @property
     def t(self) -> float:
@@ -115,4 +117,5 @@ def _contrast(difference: object, score: Score) -> Contrast:
     error = float(np.sqrt(m / (m - 1) * (spread**2).sum()) / n.sum())
     identical = bool((difference.abs() * valid).max() <= SAME)
     sums = tuple(zip(d.tolist(), n.tolist(), strict=True))
-    return Contrast(float(mean), error, m, int(valid[..., 0].sum()), identical, sums)
+    by_depth = tuple(((difference * valid).sum((0, 1)) / valid.sum((0, 1))).tolist())
+    return Contrast(float(mean), error, m, int(valid[..., 0].sum()), identical, sums, by_depth)

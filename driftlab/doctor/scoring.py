@@ -62,11 +62,6 @@ class Score:
     temperatures: tuple[float, ...]
 
     @property
-    def by_depth(self) -> list[float]:
-        """Mean log-likelihood of a token at depth 1, 2, ..., in nats."""
-        return (self.log_q.double().sum((0, 1)) / self.valid.sum((0, 1))).tolist()
-
-    @property
     def mean(self) -> float:
         """Mean log-likelihood of a token over all depths, in nats."""
         return float(self.log_q.double().sum() / self.valid.sum())

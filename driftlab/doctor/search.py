@@ -20,7 +20,7 @@ from driftlab.doctor.stored import View
 from driftlab.errors import DriftlabError
 from driftlab.progress import Progress, silent
 
-_FAR = 0.02
+_FAR = 0.002
 """p-value at which a few prompts are enough to drop a reading"""
 _BEST_OPEN = 4
 """readings that are scored on all text: the best of those that may be better by what matters"""
@@ -114,6 +114,12 @@ class Search:
             self.tried.add(view)
             self.progress("readings", len(self.tried), len(self.tried) + 1)
         return self._scores[key]
+
+    def largest(self, *views: View) -> int:
+        """Return the largest text on which all of these were scored, the second smallest at least."""
+        least = min(1, len(self.benches) - 1)
+        there = [s for s in range(len(self.benches)) if all(self._scores.get((s, view)) is not None for view in views)]
+        return max([least, *there])
 
     @property
     def level(self) -> float:

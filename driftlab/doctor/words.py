@@ -54,7 +54,7 @@ def diagnosis_values(found: Diagnosis) -> dict[str, Any]:
             {
                 "changes": dict(row.changes),
                 "difference": _interval(row.difference),
-                "log_likelihood_by_depth": [_number(x) for x in row.by_depth],
+                "difference_by_depth": [_number(x) for x in row.by_depth],
                 "tokens": row.tokens,
                 "verdict": row.verdict,
                 "more_tokens": row.more_tokens,
@@ -101,10 +101,10 @@ def _table(found: Diagnosis) -> list[str]:
     """Other readings beside the best one, nearest first."""
     if found.outcome == "too weak" or not found.rows:
         return []
-    lines = ["other readings, beside the best (nats a token, 95 % over prompts; by depth the mean log-likelihood)"]
+    lines = ["other readings less the best: nats a token, 95 % over prompts; verdict; depth by depth; on how many tokens"]
     for row in found.rows[:_SHOWN]:
-        depths = " ".join(f"{x:.2f}" for x in row.by_depth)
-        lines.append(f"  {_signed(row.difference):<28} {row.verdict:<10} {depths}   {_named(row)}")
+        depths = " ".join(f"{x:+.3f}" for x in row.by_depth)
+        lines.append(f"  {_signed(row.difference):<25} {row.verdict:<9} {depths} {row.tokens:>6}  {_named(row)}")
     if len(found.rows) > _SHOWN:
         lines.append(f"  and {len(found.rows) - _SHOWN} more, all further below")
     return lines
