@@ -46,6 +46,8 @@ SEGMENTS = {
 #: a point that averages fewer rounds than this is hollow
 FEW = 10
 COUNT_HEIGHT = 9
+_POINT = (*VARYING, "template", "intervention", "quantity", "window", "depth")
+"""what the rows that make one point of a line share"""
 GREY = "#6b6b6b"
 THEME = {
     **sns.axes_style("ticks"),
@@ -127,12 +129,19 @@ def caption(frame: pd.DataFrame) -> str:
         if name == "temperature" or any(value != NEUTRAL[name] for value in values):
             said = "/".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
             words.append(form.format(said))
-    prompts = frame.loc[frame["prompt"] != "", "prompt"].nunique()
-    if prompts > 1:
-        words.append(f"95 % interval over {prompts} prompts")
+    few, many = _prompts(frame)
+    if many > 1:
+        words.append(f"95 % interval over {f'{few} to ' if few < many else ''}{many} prompts")
     elif frame["low"].notna().any():
         words.append("95 % interval")
     return " · ".join(words)
+
+
+def _prompts(frame: pd.DataFrame) -> tuple[int, int]:
+    """Return how many prompts a point rests on, at least and at most: those with a value, of one series at one depth."""
+    there = frame[(frame["prompt"] != "") & frame["value"].notna() & (frame["n"] > 0)]
+    counts = there.groupby(list(_POINT), observed=True)["prompt"].nunique()
+    return (int(counts.min()), int(counts.max())) if len(counts) else (0, 0)
 
 
 def _select(frame: pd.DataFrame, quantity: str) -> pd.DataFrame:

@@ -23,6 +23,9 @@ from driftlab.errors import DriftlabError
 from driftlab.plotting import COLORS, GREY, MARKERS, caption, curve, theme
 
 TEXT_WIDTH = 10
+SPARSE = 0.5
+"""share of the panel's largest n below which a point is hollow"""
+_HOLLOW = f"hollow: on less than {SPARSE:.0%} of the starts of the panel's fullest point"
 _FIRST = "#222222"
 _SPACE, _CUT = "␣", "…"
 
@@ -60,18 +63,24 @@ def plot_by(
     if rows.empty:
         raise DriftlabError(f"no rows of {quantity!r} to plot; the frame has {sorted(frame['quantity'].unique())}")
     drafters, lines = list(dict.fromkeys(rows["drafter"])), list(dict.fromkeys(rows[by]))
+    hollow = False
     with theme():
         figure = Figure(figsize=(1.9 + 3.0 * len(drafters), 3.4 + 0.12 * max(0, len(lines) - 8)), layout="constrained")
         axes = figure.subplots(1, len(drafters), sharey=True, squeeze=False)[0]
         for drafter, ax in zip(drafters, axes, strict=True):
             mine = rows[rows["drafter"] == drafter]
+            curves = {name: curve(one, quantity).set_index("depth") for name, one in mine.groupby(by, observed=True)}
+            most = max(points["n"].max() for points in curves.values())
             for place, name in enumerate(lines):
-                if (one := mine[mine[by] == name]).empty:
+                if name not in curves:
                     continue
-                points = curve(one, quantity).set_index("depth")
+                points = curves[name]
                 points = points.reindex(range(points.index.min(), points.index.max() + 1))
                 look = _look(place)
                 ax.plot(points.index, points["value"], label=plain_or(name), **look)
+                if len(sparse := points[points["n"] < SPARSE * most]):
+                    ax.plot(sparse.index, sparse["value"], **{**look, "linestyle": "none", "markerfacecolor": "white"})
+                    hollow = True
                 if points["low"].notna().any():
                     ax.fill_between(
                         points.index, points["low"], points["high"], color=look["color"], alpha=0.1, linewidth=0
@@ -92,7 +101,8 @@ def plot_by(
         axes[0].set_ylabel(ylabel or quantity.replace("_", " "))
         named = {line.get_label(): line for ax in axes for line in ax.lines if not line.get_label().startswith("_")}
         figure.legend(named.values(), named.keys(), loc="outside right upper", handlelength=3)
-        figure.supxlabel(_wrapped(rows.assign(intervention=""), figure.get_figwidth()), fontsize=6.5, color=GREY)
+        words = _wrapped(rows, figure.get_figwidth()) + (f"\n{_HOLLOW}" if hollow else "")
+        figure.supxlabel(words, fontsize=6.5, color=GREY)
     return figure
 
 
@@ -105,6 +115,9 @@ def plot_taus(table: pd.DataFrame, k: int) -> Figure:
     """
     inputs = table["template"].nunique() > 1
     lines = [row.setting + (f"; {row.template}" if inputs else "") for row in table.itertuples()]
+    if "prompts" in table.columns:
+        few, all_ = table["prompts"].tolist(), table["prompts"].max()
+        lines = [line + (f" ({n} of {all_} prompts)" if n < all_ else "") for line, n in zip(lines, few, strict=True)]
     drafters = list(dict.fromkeys(table["drafter"]))
     with theme():
         figure = Figure(figsize=(7.2, 1.2 + 0.27 * (len(lines) + len(drafters))), layout="constrained")

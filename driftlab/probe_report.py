@@ -18,10 +18,16 @@ from driftlab.perturbations import Perturbation, token_diff
 from driftlab.plotting_probe import plain_or
 from driftlab.probing import Probed
 from driftlab.prompts import Prompt
+from driftlab.stability import compare_stability
 
 LONG_DIFF = 250_000
 """product of the lengths of what differs between two prompts, beyond which their tokens are not matched one by one"""
 _DIFF_LINE = re.compile(r"(.) +(\d+) +(\d+) (.*)", re.DOTALL)
+_MEASURES = (
+    *("drift_tv", "drift_tv_null", "drift_tv_excess", "drift_js", "sink_loss", "sink_loss_relative", "self_gain"),
+    *("recent_gain", "entropy_relative_gain", "growth", "log_rms_slope", "cosine_successive", "cosine_imitation"),
+    *("spread_kept", "effective_rank"),
+)
 _BY_HEAD = ("mass_sink", "mass_self", "recent", "entropy_relative")
 
 NOTES = [
@@ -32,6 +38,8 @@ NOTES = [
     "three tables. Differences are of tau on the same prompts; intervals (95 %, bootstrap over prompts) and p (relabelling "
     "prompt by prompt, adjusted by Holm for the number of lines of its table) are different methods. "
     "mdd: smallest difference that these prompts show in four of five cases.",
+    "Every quantity is defined in docs/method.md of the project, under its name. Drift is measured fed the text, at twice the "
+    "depth that training unrolled to, which may be deeper than K: K is what a decoder drafts in a round.",
     "Match is over all starts and fed the text; mass, entropy and magnitude are over all starts. SELF grows with the number of "
     "own keys by itself: read it beside its null, the same keys at depth 1.",
 ]
@@ -54,11 +62,15 @@ def tables(found: Probed) -> dict[str, pd.DataFrame]:
             [*first, *(name for name in whole.columns if name not in first)]
         ]
         made["Stability of each drafter over these inputs"] = stability_table(found)
+        if (table := stability_differences(found)) is not None:
+            made["Stability: a drafter less the first, plain"] = table
     else:
         made["The target's own text"] = text_table(found)
     made["Drift: verdict"] = verdict_table(found)
     if (signs := sign_table(found)) is not None:
         made["Drift: signs and thresholds"] = signs
+    if not (measures := drift_table(found)).empty:
+        made["Drift: measures, at the trained depth and the deepest looked at"] = measures
     made["tau by context, plain"] = context_table(found)
     made[f"By depth, plain, {found.plain_input}"] = depth_table(found)
     return made
@@ -98,6 +110,39 @@ def stability_table(found: Probed) -> pd.DataFrame:
             line |= {short: interval.value, f"{short}_low": interval.low, f"{short}_high": interval.high}
         lines.append({**line, "selection": one.selection, "spread_null": one.spread_null()})
     return pd.DataFrame(lines)
+
+
+def stability_differences(found: Probed) -> pd.DataFrame | None:
+    """Which drafter is more stable: the summary of each less that of the first, plain, paired over prompts."""
+    plain = {drafter: one for (drafter, setting), one in found.stabilities.items() if not setting}
+    (base, first), *others = plain.items() if plain else [("", None)]
+    lines = []
+    for drafter, one in others:
+        try:
+            differences = compare_stability(one, first)
+        except DriftlabError:  # the two have no rounds in common
+            continue
+        line: dict[str, Any] = {"drafter": drafter, "base": base}
+        for name, interval in differences.items():
+            short = name.removeprefix("tau_")
+            line |= {short: interval.value, f"{short}_low": interval.low, f"{short}_high": interval.high}
+        lines.append(line)
+    return pd.DataFrame(lines) if lines else None
+
+
+def drift_table(found: Probed) -> pd.DataFrame:
+    """Pooled measures of drift with intervals, plain, first input: at the depth of training and the deepest that was run."""
+    rows = plain_rows(found)
+    rows = rows[rows["quantity"].isin(_MEASURES) & (rows["prompt"] == "") & (rows["depth"] > 0)]
+    lines = []
+    for drafter, mine in rows.groupby("drafter", sort=False, observed=True):
+        depths = {int(mine["depth"].max()), found.config.trained(found.drafters[str(drafter)])}
+        lines.append(mine[mine["depth"].isin(depths)])
+    shown = pd.concat(lines) if lines else rows
+    several = shown["layer"].nunique() > 2  # -1: of all layers, or of what has none
+    keys = ["drafter", "depth", *(["layer"] if several else []), "quantity", "window"]
+    shown = shown.sort_values("depth", kind="stable")[[*keys, "value", "low", "high"]].reset_index(drop=True)
+    return shown.assign(window=[str(width) if width else "" for width in shown["window"]])
 
 
 def verdict_table(found: Probed) -> pd.DataFrame:

@@ -33,7 +33,7 @@ from driftlab.trajectory import Trajectory
 
 VARIES = (*MIXED, "intervention", "template", "depth_max", "ttt", "dtype")
 """settings in which the rows of one probe may differ"""
-_SAMPLES = 500
+_SAMPLES = 1000
 """resamples of the intervals of the measures of drift: there are hundreds"""
 
 Setting = tuple[Intervention, ...]
@@ -230,7 +230,7 @@ def _judged(
         frames = [drift_rows(record, heads=False, samples=_SAMPLES, **known)]
         if not trained:
             return frames, "its file does not say to what depth training unrolled it: give --trained-depth"
-        found = verdict(record, accept(draft, recorded), trained)
+        found = verdict(record, accept(draft, recorded), trained, samples=_SAMPLES)
     except DriftlabError as error:
         return [], str(error)
     lines = [

@@ -112,10 +112,7 @@ def _table(name: str, table: pd.DataFrame) -> str:
     if any(table.index.names) or not pd.api.types.is_integer_dtype(table.index):
         table = table.reset_index()
     shown = table.iloc[:ROWS_SHOWN]
-    columns = [
-        [p_words(p) for p in shown.iloc[:, place]] if name in P_VALUES else _column(shown.iloc[:, place])
-        for place, name in enumerate(shown.columns)
-    ]
+    columns = _columns(shown)
     marks = [' class="number"' if _is_number(shown.iloc[:, place]) else "" for place in range(shown.shape[1])]
     head = "".join(f"<th{mark}>{_escaped(column)}</th>" for mark, column in zip(marks, table.columns, strict=True))
     body = "".join(
@@ -127,6 +124,25 @@ def _table(name: str, table: pd.DataFrame) -> str:
         f'<h2>{_escaped(name)}</h2>\n<div class="wide">\n<table>\n<thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{body}</tbody>\n</table>\n</div>\n{cut}"
     )
+
+
+def _columns(table: pd.DataFrame) -> list[list[str]]:
+    """Write the cells. Where rows are quantities, each has the decimals that its own largest number calls for."""
+    written = [
+        [p_words(p) for p in table.iloc[:, place]] if name in P_VALUES else _column(table.iloc[:, place])
+        for place, name in enumerate(table.columns)
+    ]
+    wide = [i for i, name in enumerate(table.columns) if _is_float(table.iloc[:, i]) and name not in P_VALUES]
+    if "quantity" in table.columns and len(wide) > 1:
+        for place, row in enumerate(table.iloc[:, wide].to_numpy(dtype="float64")):
+            form = _form(np.abs(row[np.isfinite(row) & (row != 0)]))
+            for i, value in zip(wide, row, strict=True):
+                written[i][place] = _number(value, form)
+    return written
+
+
+def _is_float(column: pd.Series) -> bool:
+    return pd.api.types.is_float_dtype(column)
 
 
 def _is_number(column: pd.Series) -> bool:

@@ -1,6 +1,7 @@
 r"""Stability under perturbation, as numbers, and what the target's own text says beside it.
 
-With tau_i the tau of one drafter under input i of a set, tau_0 under the plain one, pooled over the same prompts,
+With tau_i the tau of one drafter under input i of a set, tau_0 under the plain one, pooled over the same prompts, those that
+have a complete round under every input (a text that ends at once has none),
 
     loss_i = 1 - tau_i / tau_0,     worst = min_i tau_i,     spread = max_i tau_i - min_i tau_i,
 
@@ -19,8 +20,9 @@ over all answer tokens, EOS included; repetition is that of :mod:`driftlab.break
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -93,7 +95,8 @@ class Stability:
     """One drafter under a set of inputs, on the same prompts. ``emitted``, ``rounds``: ``[input prompt]``, of complete rounds.
 
     ``keys``: the inputs; ``plain``: the one that the others are compared with; ``depth``: K; ``texts``: what was replayed;
-    ``left_out``: inputs under which no text has a round (all ended at once), so that there is no tau to count.
+    ``ids``: the prompts that have a round under every one of ``keys``; ``prompts``: how many there were; ``left_out``: inputs
+    under which fewer than half of plain's prompts have one, with the number of those that do.
     """
 
     keys: tuple[str, ...]
@@ -103,7 +106,8 @@ class Stability:
     emitted: np.ndarray
     rounds: np.ndarray
     texts: tuple[Any, ...] = ()
-    left_out: tuple[str, ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    prompts: int = 0
     samples: int = 2000
     seed: int = 0
 
@@ -145,8 +149,7 @@ class Stability:
         """
         generator = np.random.default_rng(self.seed)
         taus = _tau(self, generator.integers(0, len(self.ids), (self.samples, len(self.ids))))
-        taus = taus[~np.isnan(taus).any(1)]
-        return float(taus.min(1).mean() - self.tau.min()) if len(taus) else float("nan")
+        return float(taus.min(1).mean() - self.tau.min())
 
     def spread_null(self, level: float = 0.95) -> float:
         """Quantile of the spread if the input did not matter: within each prompt the inputs change places, at random."""
@@ -155,21 +158,20 @@ class Stability:
         for _ in range(self.samples):
             order = generator.random(self.rounds.shape).argsort(0)
             top, bottom = (np.take_along_axis(a, order, 0).sum(1) for a in (self.emitted, self.rounds))
-            if bottom.all():
-                spreads.append(np.ptp(top / bottom))
-        return float(np.quantile(spreads, level)) if spreads else float("nan")
+            spreads.append(np.ptp(top / bottom))
+        return float(np.quantile(spreads, level))
 
     def table(self) -> pd.DataFrame:
         """One row an input: ``template``, ``tau``, ``low``, ``high``, ``loss``, ``loss_low``, ``loss_high``, ``rounds``, and
-        ``prompts``, those with rounds: a text that ends at once has none, and its prompt is then missing from this tau alone.
+        ``prompts``, the same ones for all; of an input that is left out, how many have a round.
         """
         lines = []
         for key, rounds in zip(self.keys, self.rounds, strict=True):
             tau, loss = self.interval(key), self.loss(key)
             ends = {"tau": tau.value, "low": tau.low, "high": tau.high}
             ends |= {"loss": loss.value, "loss_low": loss.low, "loss_high": loss.high}
-            lines.append({"template": key, **ends, "rounds": float(rounds.sum()), "prompts": int((rounds > 0).sum())})
-        lines += [{"template": key, "rounds": 0.0, "prompts": 0} for key in self.left_out]
+            lines.append({"template": key, **ends, "rounds": float(rounds.sum()), "prompts": len(self.ids)})
+        lines += [{"template": key, "prompts": count} for key, count in self.left_out.items()]
         return pd.DataFrame(lines)
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -192,13 +194,12 @@ class Stability:
         return self.keys.index(key)
 
     def _interval(self, statistic: Callable[[np.ndarray], np.ndarray]) -> Interval:
-        informative = int((self.rounds > 0).sum(1).min())
-        value = float(statistic(self.tau))
+        value, prompts = float(statistic(self.tau)), len(self.ids)
 
         def resampled(chosen: np.ndarray) -> np.ndarray:
             return statistic(_tau(self, chosen))
 
-        return percentile_interval(value, resampled, len(self.ids), informative, self.samples, self.seed, 0.95)
+        return percentile_interval(value, resampled, prompts, prompts, self.samples, self.seed, 0.95)
 
     def _limits(self, quantity: str) -> tuple[float, float]:
         """tau is in [1, K + 1]."""
@@ -212,7 +213,10 @@ class Stability:
 def stability(
     simulations: Mapping[str, Simulation | Expected], *, plain: str = "chat", samples: int = 2000, seed: int = 0
 ) -> Stability:
-    """Put the replays of one drafter under several inputs together.
+    """Put the replays of one drafter under several inputs together, on the prompts that have a round under each.
+
+    An input under which fewer than half of the plain one's prompts have a round is left out: the others would have to be
+    compared on the few prompts that it leaves.
 
     Args:
         simulations: key of the input to the replay of what was recorded under it.
@@ -244,40 +248,60 @@ def stability(
         emitted.append(np.asarray(one.emitted, dtype="float64")[order])
         rounds.append(np.asarray(one.verify_rounds, dtype="float64")[order])
     texts = tuple((key, one.acceptance.ids, one.acceptance.digests) for key, one in simulations.items())
-    some = [bool(of_input.sum()) for of_input in rounds]
-    if not some[keys.index(plain)]:
+    there = np.stack(rounds) > 0
+    of_plain = there[keys.index(plain)]
+    if not of_plain.any():
         raise DriftlabError(f"no text has a round under the plain input {plain!r}: there is no tau to compare with")
-    left_out = tuple(key for key, there in zip(keys, some, strict=True) if not there)
-    emitted, rounds = ([x for x, there in zip(arrays, some, strict=True) if there] for arrays in (emitted, rounds))
-    kept = tuple(key for key in keys if key not in left_out)
-    told = (kept, plain, first.depth, first.ids, np.stack(emitted), np.stack(rounds), texts, left_out)
-    return Stability(*told, samples, seed)
+    shared = (there & of_plain).sum(1)
+    kept = [i for i in range(len(keys)) if 2 * shared[i] >= of_plain.sum()]
+    common = there[kept].all(0)
+    if not common.any():
+        raise DriftlabError(
+            f"no prompt has a round under each of {', '.join(keys[i] for i in kept)}: give fewer inputs"
+        )
+    return Stability(
+        keys=tuple(keys[i] for i in kept),
+        plain=plain,
+        depth=first.depth,
+        ids=tuple(name for name, whole in zip(first.ids, common, strict=True) if whole),
+        emitted=np.stack(emitted)[kept][:, common],
+        rounds=np.stack(rounds)[kept][:, common],
+        texts=texts,
+        left_out={key: int(n) for i, (key, n) in enumerate(zip(keys, shared, strict=True)) if i not in kept},
+        prompts=len(first.ids),
+        samples=samples,
+        seed=seed,
+    )
 
 
 def compare_stability(a: Stability, b: Stability) -> dict[str, Interval]:
     """Return the summary of ``a`` minus that of ``b``, two drafters on the same recordings: paired, 95 %.
 
-    Each drafter's worst and best input are its own. Raises DriftlabError for other inputs, prompts or texts.
+    Each drafter's worst and best input are its own. Prompts and inputs that one of them lacks (it has no complete round there)
+    are left out of both. Raises DriftlabError for other inputs, prompts or texts, and if none is left.
     """
-    if (a.keys, a.plain, a.ids, a.texts) != (b.keys, b.plain, b.ids, b.texts):
+    if (a.plain, a.depth, a.texts) != (b.plain, b.depth, b.texts):
         raise DriftlabError(
-            "stability is compared between drafters on the same recordings: same inputs, prompts and texts"
+            "stability is compared between drafters on the same recordings: same inputs, prompts, texts and K"
         )
-    plain = a.keys.index(a.plain)
+    keys, ids = [key for key in a.keys if key in b.keys], [name for name in a.ids if name in b.ids]
+    if len(keys) < 2 or not ids:
+        raise DriftlabError("the two drafters have no two inputs, or no prompt, with rounds in common")
+    a, b = (_part(one, keys, ids) for one in (a, b))
+    plain, prompts = a.keys.index(a.plain), len(ids)
     places = [(plain, int(x.tau.argmin()), int(x.tau.argmax())) for x in (a, b)]
-    informative = int(min((x.rounds > 0).sum(1).min() for x in (a, b)))
 
     def difference(name: str, chosen: np.ndarray) -> np.ndarray:
         first, second = (_STATISTICS[name](_tau(x, chosen), *p) for x, p in zip((a, b), places, strict=True))
         return first - second
 
-    everyone = np.arange(len(a.ids))[None]
+    everyone = np.arange(prompts)[None]
     return {
         name: percentile_interval(
             float(difference(name, everyone)[0]),
             lambda chosen, name=name: difference(name, chosen),
-            len(a.ids),
-            informative,
+            prompts,
+            prompts,
             a.samples,
             a.seed,
             0.95,
@@ -286,11 +310,17 @@ def compare_stability(a: Stability, b: Stability) -> dict[str, Interval]:
     }
 
 
+def _part(one: Stability, keys: Sequence[str], ids: Sequence[str]) -> Stability:
+    """Some inputs and prompts of it."""
+    rows, columns = [one.keys.index(key) for key in keys], [one.ids.index(name) for name in ids]
+    emitted, rounds = (array[rows][:, columns] for array in (one.emitted, one.rounds))
+    return dataclasses.replace(one, keys=tuple(keys), ids=tuple(ids), emitted=emitted, rounds=rounds)
+
+
 def _tau(found: Stability, chosen: np.ndarray) -> np.ndarray:
-    """tau ``[resample input]`` of the prompts ``chosen [resample prompt]``; NaN without rounds."""
+    """tau ``[resample input]`` of the prompts ``chosen [resample prompt]``, each of which has a round under every input."""
     top = np.stack([row[chosen].sum(1) for row in found.emitted], 1)
-    bottom = np.stack([row[chosen].sum(1) for row in found.rounds], 1)
-    return np.divide(top, bottom, out=np.full(top.shape, np.nan), where=bottom > 0)
+    return top / np.stack([row[chosen].sum(1) for row in found.rounds], 1)
 
 
 def _mean_of_others(tau: np.ndarray, plain: int) -> np.ndarray | np.floating:

@@ -134,6 +134,23 @@ def test_what_no_text_can_tell_is_one_class_and_not_ranked(files, recording):
     assert not any("position" in dict(row.changes) for row in found.rows)
 
 
+def test_every_level_of_a_factor_is_another_reading_the_declared_one_first(files, recording):
+    from driftlab.doctor.factors import plausible
+    from driftlab.doctor.stored import Stored, View
+    from driftlab.drafter.formats.reading import read_checkpoint
+
+    for name in ("eagle31", "mtp"):
+        reading = read_checkpoint(files / name)
+        declared = View(config=reading.config_for(recording))
+        stored = Stored.of(reading.tensors, recording.head)
+        factors = plausible(declared, stored, recording.spec, recording.aux_layers, 3)
+        assert len(factors.levels) > 8
+        for levels in factors.levels.values():
+            views = [level.apply(declared) for level in levels]
+            assert views[0] == declared
+            assert len(set(views)) == len(views) > 1
+
+
 def test_words_and_json_say_the_same(files, recording):
     found = diagnosed(files / "eagle31", recording, norm_output=False)
     values = json.loads(json.dumps(found.to_dict(), allow_nan=False))

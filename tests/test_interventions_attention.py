@@ -207,7 +207,7 @@ def test_a_pinned_mass_is_that_of_depth_1(shape, dtype):
         assert sum(n for (at, _), n in report.small.items() if at == layer) == 3 * int((~large & valid[:, None]).sum())
 
 
-@pytest.mark.parametrize("more", [20.0, -20.0, 95.0, -95.0, -110.0])
+@pytest.mark.parametrize("more", [20.0, -20.0, 95.0, -95.0, -110.0, -150.0, -240.0, -400.0, 400.0, -1500.0])
 def test_a_pin_holds_where_float32_has_no_room_between_the_mass_and_one(more):
     """Something pushes the sink's scores far up or down from depth 2 on: the pin takes exactly that back."""
     from contextlib import ExitStack
@@ -227,7 +227,8 @@ def test_a_pin_holds_where_float32_has_no_room_between_the_mass_and_one(more):
         steer(stack, drafter, drafter.layers[0].self_attn, ABLATION, push)
         pushed, _ = observed(drafter, [], batch, 0)
         pinned, (report,) = observed(drafter, ["pin:sink:least=0.001"], batch, 0)
-    assert report.worst < 1e-5
+    assert report.worst < 1e-4 if abs(more) > 200 else 1e-5  # scores of 1,500 have three digits behind the point
+    assert sum(report.lost.values()) == 0
     large = (free["mass", 1][..., 0] >= 0.001) & valid[:, None]
     nearly = (pushed["mass", 2][..., 0] - float(more > 0)).abs()[large]
     assert float(nearly.min()) < 1e-6
@@ -279,13 +280,15 @@ def test_the_report_says_which_heads_it_says_nothing_about():
     assert none.share == 0
     assert len(none.excluded) == 8
     assert math.isnan(none.mean_gap)
-    assert "8 of 8 heads never" in str(none)
+    assert "8 of 8 heads never: 0.0, 0.1, 0.2, 0.3, 1.0, 1.1, 1.2, 1.3 (" in str(none)
     masses = seen["mass", 1][..., 0].transpose(1, 2)[batch.starts.valid].amax(0)
     least = float(masses.sort().values[1:3].mean())
     _, (some,) = observed(drafter, [f"pin:sink:layers=1:least={least}"], batch, 1)
     assert set(some.excluded) == {(1, head) for head in range(4) if masses[head] < least}
     _, (control,) = observed(drafter, ["pin:equal:least=0.001"], batch, 1)
     assert 0 < control.mean_gap < 1
+    assert "from the sink's on average" in str(control)
+    assert "average" not in str(some)
 
 
 def test_a_sink_that_is_dropped_cannot_be_pinned_and_that_is_said():

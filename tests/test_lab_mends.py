@@ -152,3 +152,69 @@ def test_two_settings_of_one_name_are_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ProbeConfig(settings=((one,), (TorchHook("hook_resid", torch.abs, name="other"),)))
+
+
+def test_a_key_will_do_where_a_perturbation_is_wanted(tiny_target):
+    from driftlab import Perturbation
+
+    by_key, by_object = (
+        tiny_target.record(["abc"], max_new_tokens=3, perturbation=one)
+        for one in ("none+bos=off", Perturbation.parse("none+bos=off"))
+    )
+    assert by_key.settings == by_object.settings
+    assert by_key.tokens(0).tolist() == by_object.tokens(0).tolist()
+
+
+def test_a_text_is_no_intervention():
+    script = """
+from driftlab import DriftlabError
+from driftlab.interventions import intervened
+for wrong in ("pin:sink", ["pin:sink"]):
+    try:
+        with intervened(None, wrong):
+            pass
+    except DriftlabError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.count("parse_intervention makes one of a text") == 2
+
+
+def test_a_hook_that_returns_another_shape_is_named(make_drafter, tiny_trajectory):
+    from driftlab import DriftlabError, all_starts
+    from driftlab.interventions import TorchHook, intervened
+
+    hook = TorchHook("layers.0.mlp", lambda module, args, out: out[..., :1], name="cut")
+    drafter = make_drafter()
+    with (
+        intervened(drafter, [hook]),
+        pytest.raises(DriftlabError, match=r"hook:layers.0.mlp:cut: the function returned"),
+    ):
+        all_starts(drafter, tiny_trajectory, 2)
+
+
+def test_the_probe_says_which_drafter_is_more_stable_and_how_far_it_drifts(varied_target, make_drafter):
+    from driftlab.probe_report import drift_table, notes, stability_differences, tables
+    from driftlab.probing import ProbeConfig, probe
+    from driftlab.stability import compare_stability
+
+    prompts, options = ["abc", "de", "fgh", "some more"], {"max_new_tokens": 16}
+    inputs = {key: varied_target.record(prompts, perturbation=key, **options) for key in ("none", "none+bos=off")}
+    first = inputs["none"]
+    drafters = {name: make_drafter(name, target=first, ttt=1) for name in ("eagle3", "eagle31")}
+    found = probe(drafters, inputs, ProbeConfig(depth=2))
+    (line,) = stability_differences(found).to_dict("records")
+    expected = compare_stability(found.stabilities["eagle31", ""], found.stabilities["eagle3", ""])
+    assert (line["drafter"], line["base"]) == ("eagle31", "eagle3")
+    assert (line["loss_worst"], line["loss_worst_low"]) == expected["tau_loss_worst"][:2]
+    measures = drift_table(found)
+    assert set(measures["depth"]) == {1, 2}
+    at = measures[(measures["drafter"] == "eagle3") & (measures["depth"] == 2)].set_index("quantity")
+    rows = found.rows[(found.rows["drafter"] == "eagle3") & (found.rows["depth"] == 2) & (found.rows["prompt"] == "")]
+    for quantity in ("growth", "drift_tv", "sink_loss"):
+        assert at.loc[quantity, "value"] == rows[rows["quantity"] == quantity]["value"].item()
+    # one measure, one interval
+    signs = {sign.name: sign.interval for sign in found.verdicts["eagle3"].signs}
+    assert at.loc["log_rms_slope", ["value", "low", "high"]].tolist() == list(signs["magnitude"])
+    assert {"Stability: a drafter less the first, plain", "Drift: verdict"} < set(tables(found))
+    assert any("docs/method.md" in words for words in notes(found, {}))

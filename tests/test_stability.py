@@ -54,15 +54,43 @@ def test_an_input_without_rounds_is_left_out_of_the_summary_and_named():
         "bos=off": replay([[1], [1]], text="c"),
     }
     found = stability(inputs)
-    assert found.left_out == ("none",)
+    assert found.left_out == {"none": 0}
     assert found.worst == "bos=off"
     assert found.summary()["tau_worst"].value == pytest.approx(2)
     assert found.summary()["tau_loss_worst"].value == pytest.approx(1 / 3)
     table = found.table().set_index("template")
-    assert table.loc["none", "rounds"] == table.loc["none", "prompts"] == 0
-    assert math.isnan(table.loc["none", "tau"])
+    assert table.loc["none", "prompts"] == 0
+    assert table.loc["none", ["tau", "rounds"]].isna().all()
     with pytest.raises(DriftlabError, match="no text has a round under the plain input 'none'"):
         stability(inputs, plain="none")
+
+
+def test_inputs_are_compared_on_the_prompts_that_all_have():
+    """By hand: p2 has no round under bos=off, so it counts under no input; an input with one of three prompts is left out."""
+    inputs = {
+        "chat": replay([[3], [1, 1], [0]], text="a"),
+        "bos=off": replay([[1], [1], []], text="b"),
+        "none": replay([[], [3], []], text="c"),
+    }
+    found = stability(inputs)
+    assert found.ids == ("p0", "p1")
+    assert (found.prompts, found.left_out) == (3, {"none": 1})
+    assert found.tau.tolist() == pytest.approx([8 / 3, 2])
+    assert found.loss("bos=off").value == pytest.approx(1 - 2 / (8 / 3))
+    assert found.summary()["tau_loss_mean"].value == pytest.approx(0.25)
+    table = found.table().set_index("template")
+    assert table["prompts"].to_dict() == {"chat": 2, "bos=off": 2, "none": 1}
+    # two drafters, one of which has a round where the other has none: on what both have
+    other = stability(inputs | {"bos=off": replay([[1], [1], [1]], text="b")})
+    assert other.ids == ("p0", "p1", "p2")
+    assert all(interval.value == 0 for interval in compare_stability(found, other).values())
+
+
+def test_one_prompt_more_changes_a_loss_by_its_own_rounds_alone():
+    """A prompt without rounds under one input may not move the loss under another through plain's tau."""
+    alone = stability({"chat": replay([[3], [1]]), "none": replay([[1], [1]])})
+    more = stability({"chat": replay([[3], [1], [3, 3, 3]]), "none": replay([[1], [1], []])})
+    assert more.loss("none") == alone.loss("none")
 
 
 def test_numbers_by_hand():
@@ -198,7 +226,7 @@ def test_rows_obey_the_contract():
     assert table["rounds"].tolist() == [4, 3, 4]
     assert table["prompts"].tolist() == [2, 2, 2]
     ended = stability({"chat": replay([[3], [1]]), "none": replay([[], [2]])}).table()
-    assert (ended["tau"].tolist(), ended["prompts"].tolist()) == ([3, 3], [2, 1])
+    assert (ended["tau"].tolist(), ended["prompts"].tolist()) == ([2, 3], [1, 1])
     assert table["loss"].tolist() == pytest.approx([0, 1 - 16 / 39, -1 / 13])
 
 

@@ -21,7 +21,6 @@ from driftlab.cli.common import (
 from driftlab.errors import DriftlabError
 
 _DIFF_LINES = 16
-_PRINTED = ("tau", "Stability", "Drift")
 
 
 def probe(
@@ -96,8 +95,9 @@ def probe(
     )
     asked_settings = [*intervene_keys, *(f"window:{words}" for words in widths)]
     wanted = parse_settings(asked_settings)
-    if depth < 1 or any(w < 1 for w in recent) or (limit is not None and limit < 1):
-        raise DriftlabError(f"--depth {depth} --recent {recent} --limit {limit}: numbers from 1 on")
+    for name, numbers in (("depth", (depth,)), ("recent", recent), ("limit", () if limit is None else (limit,))):
+        if any(number < 1 for number in numbers):
+            raise DriftlabError(f"--{name} {' '.join(map(str, numbers))}: numbers from 1 on")
     making = {"--prompts": prompts != "default", "--max-new-tokens": max_new_tokens is not None}
     making |= {"--perturb": bool(perturb_keys), "--target-window": target_window is not None}
     making |= {"--dtype": dtype != "float32" and target is None}

@@ -18,7 +18,7 @@ import torch
 from driftlab.doctor.evidence import LEAST, LEVEL, ONE_SIDED, Contrast, contrast, information
 from driftlab.doctor.factors import Factors, Level, plausible, same
 from driftlab.doctor.remedies import remedies
-from driftlab.doctor.scoring import Bench, Score, candidates, cut
+from driftlab.doctor.scoring import Bench, candidates, cut
 from driftlab.doctor.search import Search, Tried
 from driftlab.doctor.stored import OUTSIDE, Stored, View
 from driftlab.drafter.formats.reading import Reading

@@ -111,17 +111,16 @@ def aux_candidates(layers: tuple[int, ...], num_layers: int) -> dict[str, tuple[
 
 def _distinct(declared: View, levels: list[Level], skipped: list[str]) -> tuple[Level, ...]:
     """Return the declared level and those that make another view of it, each view once."""
-    seen, kept = {declared}, []
+    seen: set[View] = set()
+    kept: list[Level] = []
     for level in levels:
         try:
             view = level.apply(declared)
         except DriftlabError as error:
             skipped.append(f"{level.factor} {level.label}: {error}")
             continue
-        if view == declared:
-            kept.insert(0, level)
-        elif view not in seen:
-            kept.append(level)
+        if view not in seen:
+            kept.insert(0 if view == declared else len(kept), level)
         seen.add(view)
     return tuple(kept)
 

@@ -101,7 +101,9 @@ def _table(found: Diagnosis) -> list[str]:
     """Other readings beside the best one, nearest first."""
     if found.outcome == "too weak" or not found.rows:
         return []
-    lines = ["other readings less the best: nats a token, 95 % over prompts; verdict; depth by depth; on how many tokens"]
+    lines = [
+        "other readings less the best: nats a token, 95 % over prompts; verdict; depth by depth; on how many tokens"
+    ]
     for row in found.rows[:_SHOWN]:
         depths = " ".join(f"{x:+.3f}" for x in row.by_depth)
         lines.append(f"  {_signed(row.difference):<25} {row.verdict:<9} {depths} {row.tokens:>6}  {_named(row)}")

@@ -112,7 +112,12 @@ class Intervention(ABC):
 
 @contextmanager
 def intervened(drafter: Drafter, interventions: Sequence[Intervention]) -> Iterator[list[Any]]:
-    """Lay several on, in order, for the block; yields what each reports."""
+    """Lay several on, in order, for the block; yields what each reports. Raises DriftlabError for what is no intervention."""
+    if isinstance(interventions, str) or not all(isinstance(one, Intervention) for one in interventions):
+        raise DriftlabError(
+            f"intervened wants a list of interventions, not {interventions!r}: parse_intervention makes one of a text such as "
+            '"pin:sink"'
+        )
     with ExitStack() as stack:
         yield [stack.enter_context(intervention.on(drafter)) for intervention in interventions]
 

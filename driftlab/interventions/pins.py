@@ -15,6 +15,7 @@ We found no published attention pin; the definitions are ours.
 from __future__ import annotations
 
 import dataclasses
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -32,8 +33,14 @@ from driftlab.interventions.merging import by_head, scores_of
 from driftlab.interventions.states import rescaled
 from driftlab.segments import Segment
 
-TINY, PUSH = 1e-30, 80.0
-"""a mass below which float32 holds few digits of it, and how far scores are moved to see them"""
+TINY, PUSH, FARTHEST = 1e-30, 80.0, 16384.0
+"""a mass below which float32 holds few digits of it, and how far scores are moved to see them, at first and at most"""
+SHOWN = 16
+"""heads named in a line"""
+FAR_FROM_EQUAL = 0.1
+"""mean distance of two depth-1 masses beyond which they are not called equal"""
+ROUGH = 1e-4
+"""of a held mass: a larger error is corrected once"""
 MOST = 0.999
 """mass of a single key, moved in closed form, at most: what is left beside it is scaled up, and its rounding with it"""
 SCORE_BYTES = 2**26
@@ -50,6 +57,7 @@ class PinReport:
     """
 
     least: float
+    of: str = "sink"
     total: dict[tuple[int, int], int] = field(default_factory=dict)
     small: dict[tuple[int, int], int] = field(default_factory=dict)
     lost: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -75,11 +83,20 @@ class PinReport:
 
     def __str__(self) -> str:
         """One line for a report."""
-        return (
-            f"pinned {self.share:.1%} of starts x heads x depths; {len(self.excluded)} of {len(self.total)} heads never "
-            f"(depth-1 mass below {self.least:g}, or nothing to raise): about those it says nothing; mass off by "
-            f"{self.worst:.1e} at most, mean gap of the key {self.mean_gap:.2g}"
-        )
+        many = len({layer for layer, _ in self.total}) > 1
+        names = [f"{layer}.{head}" if many else str(head) for layer, head in self.excluded]
+        said = [f"pinned {self.share:.1%} of starts x heads x depths"]
+        if names:
+            shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+            said.append(
+                f"{len(names)} of {len(self.total)} heads never: {shown} (depth-1 mass below {self.least:g}, or nothing to "
+                "raise); about those it says nothing"
+            )
+        said.append(f"mass off by {self.worst:.1e} at most")
+        if self.of != "sink":
+            gap = f"the key's depth-1 mass is {self.mean_gap:.2g} from the sink's on average"
+            said.append(gap + (": not an equal mass, so it controls little" if self.mean_gap > FAR_FROM_EQUAL else ""))
+        return "; ".join(said)
 
 
 @dataclass(frozen=True)
@@ -107,17 +124,18 @@ class AttentionPin(OnAttention):
 
     def check(self) -> None:
         """See :meth:`Intervention.check`."""
-        if self.of not in ("sink", "equal") or self.state not in ("free", "rescaled") or not 0 < self.least < 1:
-            raise DriftlabError(
-                f'attention pin of {self.of!r}, state {self.state!r}, least {self.least}: of is "sink" or "equal", state '
-                '"free" or "rescaled", least a mass between 0 and 1'
-            )
+        if self.of not in ("sink", "equal"):
+            raise DriftlabError(f'attention pin of {self.of!r}: it is of "sink" or "equal" (the control)')
+        if self.state not in ("free", "rescaled"):
+            raise DriftlabError(f'attention pin, state={self.state}: it is "free" or "rescaled"')
+        if not 0 < self.least < 1:
+            raise DriftlabError(f"attention pin, least={self.least}: a depth-1 mass between 0 and 1")
         if self.acts_at(1):
             raise DriftlabError(f"{self.key}: depth 1 is what the mass is held at; say depths from 2 on, as in @2-")
 
     def attach(self, drafter: Drafter, stack: ExitStack) -> PinReport:
         """See :meth:`Intervention.attach`."""
-        report = PinReport(float(self.least))
+        report = PinReport(float(self.least), self.of)
         self._refuse_another(drafter)
         for index, block in self.blocks(drafter):
             pinned = _Pinned(self, index, report)
@@ -172,18 +190,22 @@ class _Pinned:
     def _hold_sink(
         self, answer: Answer, problem: Problem, free: Attended, large: Tensor, wanted: Tensor
     ) -> tuple[Attended, Tensor]:
-        sink, rest = _parts(free.mass)
-        trial = torch.where(sink < TINY, PUSH, 0.0) - torch.where(rest < TINY, PUSH, 0.0)
-        now = sink.log() - rest.log()
-        if bool((trial != 0).any()):  # a float32 mass of 1e-40 has lost its digits: look again from nearer by
-            sink, rest = _parts(answer(_raised(problem, trial.to(free.lse.dtype))).mass)
-            now = torch.where(trial != 0, sink.log() - rest.log() - trial, now)
-        shift = self._logit.at(problem.rows).transpose(1, 2) - now
+        shift = self._logit.at(problem.rows).transpose(1, 2) - _log_odds(answer, problem, free, large)
         self.held = large & shift.isfinite()
         if not bool(self.held.any()):
             return free, torch.zeros_like(wanted)
-        result = answer(_raised(problem, torch.where(self.held, shift, 0.0).to(free.lse.dtype)))
-        return result, (result.mass[..., int(Segment.SINK)] - wanted).abs()
+        shift = torch.where(self.held, shift, 0.0)
+        result = answer(_raised(problem, shift.to(free.lse.dtype)))
+        error = (result.mass[..., int(Segment.SINK)] - wanted).abs()
+        if bool((self.held & (error > ROUGH)).any()):  # large scores are coarse: once more, by what is still missing
+            sink, rest = _parts(result.mass)
+            missing = self._logit.at(problem.rows).transpose(1, 2) - (sink.log() - rest.log())
+            shift = shift + torch.where(self.held & missing.isfinite(), missing, 0.0)
+            again = answer(_raised(problem, shift.to(free.lse.dtype)))
+            closer = (again.mass[..., int(Segment.SINK)] - wanted).abs()
+            if float(torch.where(self.held, closer, 0.0).max()) < float(torch.where(self.held, error, 0.0).max()):
+                result, error = again, closer
+        return result, error
 
     def _hold_key(
         self, answer: Answer, problem: Problem, free: Attended, large: Tensor, wanted: Tensor
@@ -194,7 +216,7 @@ class _Pinned:
             problem = dataclasses.replace(problem, **{name: getattr(problem, name).float() for name in names})
             exact = answer(problem)
         key = _Key(problem, exact, self._key.at(problem.rows).transpose(1, 2))
-        self.held = large & (wanted > 0) & (wanted < 1) & (key.mass > 0) & (key.mass < MOST)
+        self.held = large & (wanted > 0) & (wanted < 1) & key.seen & (key.mass < MOST)
         moved = key.at(torch.where(self.held, wanted, key.mass))
         kept = torch.where(self.held[..., None], moved.out.to(out.dtype), out)
         return dataclasses.replace(moved, out=kept), torch.zeros_like(wanted)
@@ -235,10 +257,14 @@ class _Key:
         self.place, self.segment = index, problem.segments[:, None].expand(-1, index.shape[1], -1).gather(2, index)
         keys, self.value = (_at(by_head(x, problem), index) for x in (problem.context_k, problem.context_v))
         self.mass = (scores_of(problem, keys, self.segment) - free.lse).exp().clamp(max=1)
-        seen = (key >= 0) & (index <= problem.rows[:, None])
+        self.seen = (key >= 0) & (index <= problem.rows[:, None])
         if problem.window:
-            seen &= index > (problem.rows + problem.own - problem.window)[:, None]
-        self.mass = self.mass.masked_fill(~seen, 0)
+            near = index > (problem.rows + problem.own - problem.window)[:, None]
+            self.seen &= near | (index < problem.carried)
+        if (drop := problem.controls.drop) is not None:
+            drop = drop if drop.ndim == 3 else drop[:, None].expand(-1, index.shape[2], -1)
+            self.seen &= ~drop[:, None].expand(-1, index.shape[1], -1, -1).gather(3, index[..., None])[..., 0]
+        self.mass = self.mass.masked_fill(~self.seen, 0)
 
     def at(self, target: Tensor) -> Attended:
         """Return the answer with the key's mass at ``target [batch head start]``."""
@@ -332,6 +358,32 @@ def _parts(mass: Tensor) -> tuple[Tensor, Tensor]:
     return mass[..., int(Segment.SINK)].double(), mass[..., others].double().sum(-1)
 
 
+def _log_odds(answer: Answer, problem: Problem, free: Attended, wanted: Tensor) -> Tensor:
+    """Return ln(sink's mass / the others') ``[batch head start]`` where it is ``wanted``; infinite where there is no such key.
+
+    A small mass has few digits in float32, or none, so scores are moved until both sides can be seen: by 80, and, where that is
+    not enough, by an amount found by bisection.
+    """
+    sink, rest = _parts(free.mass)
+    odds = sink.log() - rest.log()
+    sign = (sink < TINY).double() - (rest < TINY).double()
+    left = wanted & (sign != 0)
+    low, high = torch.full_like(odds, 0.0), torch.full_like(odds, FARTHEST)
+    push = torch.full_like(odds, PUSH)
+    for attempt in range(2 + int(math.log2(FARTHEST / PUSH))):
+        if not bool(left.any()):
+            break
+        moved = torch.where(left, sign * push, 0.0)
+        sink, rest = _parts(answer(_raised(problem, moved.to(free.lse.dtype))).mass)
+        near, far = torch.where(sign > 0, sink, rest), torch.where(sign > 0, rest, sink)
+        seen = left & (near >= TINY) & (far >= TINY)
+        odds = torch.where(seen, sink.log() - rest.log() - moved, odds)
+        low, high = torch.where(near < TINY, push, low), torch.where(near < TINY, high, push)
+        left = left & ~seen & (low < FARTHEST)  # not even so: there is no such key
+        push = torch.where((high == FARTHEST) & (attempt == 0), FARTHEST, (low + high) / 2)
+    return odds
+
+
 def _raised(problem: Problem, shift: Tensor) -> Problem:
     """Return the problem with ``shift [batch head start]`` on the sink's scores."""
     bias = torch.nn.functional.pad(shift[..., None], (int(Segment.SINK), len(Segment) - 1 - int(Segment.SINK)))
@@ -369,7 +421,7 @@ def _closest(problem: Problem, lse: Tensor, wanted: Tensor) -> tuple[Tensor, Ten
             scores = scores + bias.gather(-1, part.segments[:, None, None].expand(scores.shape))
         hidden = (place > part.rows[..., None]) | (part.segments == int(Segment.SINK))[:, None]
         if part.window:
-            hidden = hidden | (place <= (part.rows + part.own - part.window)[..., None])
+            hidden = hidden | ((place <= (part.rows + part.own - part.window)[..., None]) & (place >= part.carried))
         if drop is not None:
             hidden = hidden | (drop if drop.ndim == 3 else drop[:, None])
         p = (scores - lse[:, :, first : first + block, None]).exp()

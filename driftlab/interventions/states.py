@@ -333,7 +333,10 @@ class TorchHook(Intervention):
             try:
                 found = getattr(import_module(package), name)
             except (ImportError, AttributeError, ValueError) as error:
-                raise DriftlabError(f"hook {self.function!r}: there is no such function to import ({error})") from error
+                raise DriftlabError(
+                    f"hook {self.function!r}: there is no such function to import ({error}). Write PACKAGE.FUNCTION; a file "
+                    "mine.py of the current folder is found with PYTHONPATH=."
+                ) from error
             object.__setattr__(self, "function", found)
         if not self.name:
             written = (
@@ -362,6 +365,15 @@ class TorchHook(Intervention):
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             if isinstance(module, HookPoint) and module.depth and not self.acts_at(module.depth):
                 return None
-            return function(module, args, output)
+            return self._fitting(function(module, args, output), output)
 
         stack.callback(module.register_forward_hook(hook).remove)
+
+    def _fitting(self, result: Any, output: Any) -> Any:
+        """Refuse a tensor of another shape: what comes next would fail on it, or broadcast it."""
+        if isinstance(result, Tensor) and isinstance(output, Tensor) and result.shape != output.shape:
+            raise DriftlabError(
+                f"{self.key}: the function returned {list(result.shape)} in place of {list(output.shape)}; it must return a "
+                "tensor of the output's shape, or None to leave it as it is"
+            )
+        return result

@@ -156,7 +156,7 @@ class Target:
         seed: int = 0,
         template: bool = True,
         system: str | None = None,
-        perturbation: Perturbation | None = None,
+        perturbation: Perturbation | str | None = None,
         answers: Sequence[str] | Sequence[Sequence[int]] | None = None,
         own_answers: bool = False,
         out: str | Path | None = None,
@@ -173,7 +173,8 @@ class Target:
             seed: of the sampling; each sequence has its own stream.
             template: render the tokenizer's chat template; off: the raw text.
             system: system message, in place of the prompt's own or the template's default.
-            perturbation: a change of the input (:mod:`driftlab.perturbations`), in place of ``template`` and ``system``.
+            perturbation: a change of the input, or its key (:mod:`driftlab.perturbations`), in place of ``template`` and
+                ``system``.
             answers: record these texts, or token ids, in place of generating (the target's own answers, or replay is not what
                 the target would say).
             own_answers: the given answers are the target's own, made with these sampling settings (by a live run, say).
@@ -193,6 +194,8 @@ class Target:
         if isinstance(answers, str):
             raise DriftlabError("answers is one string: give a list with one answer per prompt")
         loaded = load_prompts(prompts)
+        if isinstance(perturbation, str):
+            perturbation = Perturbation.parse(perturbation)
         if perturbation is not None and not (template and system is None):
             raise DriftlabError(
                 f"perturbation {perturbation.key!r} says how the prompt is made: leave template= and system= out"
