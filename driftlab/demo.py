@@ -133,9 +133,8 @@ def check_live(
     main = {name: drafter for name, drafter in drafters.items() if SHIPPED[name][1] == TTT}
     for done, (name, drafter) in enumerate(main.items()):
         progress("live check", done, len(main))
-        live = speculate(
-            target, drafter, prompt, depth=config.depth, max_new_tokens=min(config.live_tokens, len(answer))
-        )
+        limit = min(config.live_tokens, len(answer))
+        live = speculate(target, drafter, prompt, depth=config.depth, max_new_tokens=limit, sinks=answers.sinks)
         # the last live round may be cut by the shorter limit
         whole = live.rounds if live.finish == "stop" else live.rounds[:-1]
         if list(live.tokens) != answer[: len(live.tokens)] or whole != simulations[name].rounds[index][: len(whole)]:

@@ -46,6 +46,8 @@ SEGMENTS = {
 #: a point that averages fewer rounds than this is hollow
 FEW = 10
 COUNT_HEIGHT = 9
+WHOLE = 0.9
+"""share of the other segments' n below which a segment's own is told"""
 _POINT = (*VARYING, "template", "intervention", "quantity", "window", "depth")
 """what the rows that make one point of a line share"""
 GREY = "#6b6b6b"
@@ -115,6 +117,7 @@ def caption(frame: pd.DataFrame) -> str:
         "draft_top_k": "draft top-k {}",
         "draft_top_p": "draft top-p {}",
         "template": "template: {}",
+        "intervention": "with {}",
         "dtype": "{}",
         "ttt": "TTT {}",
         "rule": "rule: {}",
@@ -428,11 +431,14 @@ def _mass_rows(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _masses(ax: Axes, rows: pd.DataFrame) -> None:
-    drawn = []
-    for quantity, (label, color, marker) in SEGMENTS.items():
-        if (rows["quantity"] == quantity).any():
-            drawn.append(_whole(curve(rows, quantity)))
-            _line(ax, drawn[-1], label, color=color, marker=marker)
+    found = {name: _whole(curve(rows, name)) for name in SEGMENTS if (rows["quantity"] == name).any()}
+    drawn, most = list(found.values()), max(int(points["n"].max()) for points in found.values())
+    for quantity, points in found.items():
+        label, color, marker = SEGMENTS[quantity]
+        n = points["n"][points["n"] > 0]
+        if len(n) and n.min() < WHOLE * most:  # of the sink: a window leaves it behind
+            label = f"{label} (n {n.min()} to {n.max()} of {most})"
+        _line(ax, points, label, color=color, marker=marker)
     if (rows["quantity"] == "mass_self_null").any():
         null = _whole(curve(rows, "mass_self_null"))
         ax.plot(

@@ -101,7 +101,9 @@ def plot_by(
         axes[0].set_ylabel(ylabel or quantity.replace("_", " "))
         named = {line.get_label(): line for ax in axes for line in ax.lines if not line.get_label().startswith("_")}
         figure.legend(named.values(), named.keys(), loc="outside right upper", handlelength=3)
-        words = _wrapped(rows, figure.get_figwidth()) + (f"\n{_HOLLOW}" if hollow else "")
+        words = _wrapped(rows.assign(intervention="") if by == "intervention" else rows, figure.get_figwidth()) + (
+            f"\n{_HOLLOW}" if hollow else ""
+        )
         figure.supxlabel(words, fontsize=6.5, color=GREY)
     return figure
 

@@ -105,7 +105,8 @@ def heat_panels(
             made[title] = folder / f"heat_{safe}_heads.png"
             masses = [one.mass[:, -1, head] for head in shown]
             names = [f"head {head}" for head in shown]
-            plotting.save_panel(_drawn([one] * len(shown), masses, names, decode, found.config.feed), made[title])
+            figure = _drawn([one] * len(shown), masses, names, decode, found.config.feed, _start_words(one))
+            plotting.save_panel(figure, made[title])
     return made
 
 
@@ -115,13 +116,19 @@ def _start_words(one: KeyMasses) -> str:
 
 
 def _drawn(
-    maps: Sequence[KeyMasses], masses: Sequence[np.ndarray], titles: Sequence[str], decode: Any, feed: str
+    maps: Sequence[KeyMasses],
+    masses: Sequence[np.ndarray],
+    titles: Sequence[str],
+    decode: Any,
+    feed: str,
+    shared: str = "",
 ) -> Any:
     longest = max(mass.shape[1] for mass in masses)
     whole = np.stack([np.pad(m, ((0, 0), (0, longest - m.shape[1])), constant_values=np.nan) for m in masses])
     labels = [[_label(key) for key in one.keys] for one in maps]
     groups = [[key.kind.removeprefix("rest of ") for key in one.keys] for one in maps]
-    note = "columns: sink, prompt, context, own keys of depths 2, 3, ...; shown are the last keys of prompt and context and "
+    note = f"{shared}\n" if shared else ""
+    note += "columns: sink, prompt, context, own keys of depths 2, 3, ...; shown are the last keys of prompt and context and "
     note += "those with most mass; context\nkeys by the token at their position, own keys by "
     note += "the draft" if feed == "own" else "the token of the text"
     note += " that was fed; colour: root of the mass; each row is a softmax over all keys" + (

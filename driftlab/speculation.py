@@ -64,6 +64,7 @@ def speculate(
     epsilon: float = 0.09,
     delta: float = 0.3,
     backend: str | None = None,
+    sinks: Sequence[int] = (0,),
 ) -> Live:
     """Decode one prompt with speculation.
 
@@ -85,6 +86,7 @@ def speculate(
         epsilon: of typical acceptance: a draft is accepted iff p(x) > min(epsilon, delta exp(-entropy of p)).
         delta: see ``epsilon``.
         backend: of the drafts; see :class:`driftlab.draft.Chain`.
+        sinks: positions whose keys are SINK for hooks, probes and interventions; ``trajectory.sinks``, to match a replay.
 
     Raises:
         DriftlabError: an empty prompt, no token asked for, a drafter that reads other states than the target captures, or
@@ -122,7 +124,7 @@ def speculate(
         raise DriftlabError(
             f"the drafter reads target states {list(drafter.config.aux_layers)}, the target has {target.spec.num_layers} layers"
         )
-    loop = _Loop(target, drafter, list(prompt_ids), max_new_tokens, sampling, drafting, backend)
+    loop = _Loop(target, drafter, list(prompt_ids), max_new_tokens, sampling, drafting, backend, sinks)
     loop.decide = partial(verify, rule, roll=loop.roll, epsilon=epsilon, delta=delta)
     while not loop.finish:
         if depth is None:
@@ -142,6 +144,7 @@ class _Loop:
         sampling: Sampling,
         drafting: Sampling | None,
         backend: str | None = None,
+        sinks: Sequence[int] = (0,),
     ) -> None:
         self.sampling, self.drafting, self.drafter = sampling, drafting, drafter
         self.decide: Callable[..., tuple[int, int]] = partial(verify, "argmax", roll=self.roll)
@@ -149,7 +152,7 @@ class _Loop:
         (self.draft_dice,) = streams([[-1, *prompt]], sampling.seed)
         self.adapter, self.layers, self.eos = target.adapter, drafter.config.aux_layers, set(target.spec.eos_ids)
         self.device, self.dtype = drafter.device, drafter.dtype
-        self.chain = Chain(drafter, prompt_lengths=[len(prompt)], backend=backend)
+        self.chain = Chain(drafter, prompt_lengths=[len(prompt)], sinks=sinks, backend=backend)
         self.cache = self.adapter.new_cache()
         self.limit, self.answer, self.rounds, self.finish = limit, [], [], ""
         self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0}

@@ -100,7 +100,9 @@ def _greedy(target: Target, prompts: list[Any], depth: int, max_new_tokens: int,
         for index, entry in enumerate(trajectory.entries):
             tokens = trajectory.tokens(index).tolist()
             prompt, answer = tokens[: entry.prompt_length], tokens[entry.prompt_length :]
-            live = speculate(target, drafter, prompt, depth=depth, max_new_tokens=max_new_tokens)
+            live = speculate(
+                target, drafter, prompt, depth=depth, max_new_tokens=max_new_tokens, sinks=trajectory.sinks
+            )
             rows.append(
                 {
                     "drafter": name,

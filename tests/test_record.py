@@ -130,7 +130,7 @@ def test_the_sink_is_the_position_with_the_largest_mass(whole, varied_target):
 def test_the_sink_is_searched_where_all_prompts_have_a_token_of_their_own(varied_target, tmp_path, monkeypatch):
     """Mass at positions that only some prompts reach, or that belong to the answers, is no sink of the target."""
 
-    def planted(tokens, first_query):
+    def planted(tokens, first_query, seen_by_all):
         mass = torch.full((tokens.shape[1],), 0.01)
         mass[2], mass[first_query] = 0.3, 0.6
         return {0: mass, 5: mass.flip(0) * 0 + 0.02}

@@ -157,8 +157,9 @@ def sink_words(trajectory: Any) -> str:
         return f"positions {list(trajectory.sinks)} (given)"
     if not report["found"]:
         return f"position 0, assumed ({report['reason']})"
-    top = report["top"][0]
-    return f"position {top['position']} ({top['token']!r}, mean mass {top['mass']:.2f} in the target)"
+    tops = [top for top in report["top"] if top["position"] in report["positions"]]
+    told = ", ".join(f"{top['position']} ({top['token']!r}, mean mass {top['mass']:.2f})" for top in tops)
+    return f"position{'s' if len(tops) > 1 else ''} {told} in the target"
 
 
 def table_words(table: Any) -> str:

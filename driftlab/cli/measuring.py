@@ -85,7 +85,8 @@ def simulate(
                 replayed[name] = tree_rows(drafter, trajectory, name, shape, **how)
     rows = combine([frame for frame, _ in replayed.values()], varying=MIXED)
     settings = {"recording": recording.name, "depth": depth if shape is None else shape.depth, "rule": rule, **sampled}
-    write_rows(out, rows, provenance({**settings, "tree": None if shape is None else shape.label}))
+    trees = None if shape is None else ", ".join(rows["drafting"].unique())
+    write_rows(out, rows, provenance({**settings, "tree": trees}))
     simulations = {name: simulation for name, (_, simulation) in replayed.items()}
     tables = account(simulations, trajectory)
     if details:
@@ -95,7 +96,28 @@ def simulate(
         print(f"{title}\n{table_words(table)}\n")
     print(*legend(tables), "", sep="\n")
     _print_engines(engines, theirs, simulations)
-    print(_said(trajectory, next(iter(simulations.values())), rule, shape), out, sep="; ")
+    for name, drafter in loaded.items():
+        for words in _reach(drafter, trajectory):
+            print(f"{name}: {words}")
+    print(_said(trajectory, next(iter(simulations.values())), rule, trees), out, sep="; ")
+
+
+def _reach(drafter: Any, trajectory: Any) -> list[str]:
+    """What a drafter cannot propose, and what of the text is longer than what it was trained on."""
+    from driftlab.vocabulary import coverage
+
+    said = []
+    if len(drafter.draft_vocab) < trajectory.spec.vocab_size:
+        said.append(
+            f"its draft vocabulary holds {coverage(drafter.draft_vocab, trajectory):.1%} of the answers' tokens"
+        )
+    if trained := drafter.config.trained_length:
+        beyond = sum(entry.length > trained for entry in trajectory.entries)
+        if beyond:
+            said.append(
+                f"{beyond} of {len(trajectory)} texts are longer than the {trained} tokens it was trained on (--details)"
+            )
+    return said
 
 
 def _shape(
@@ -169,12 +191,12 @@ def _print_engines(engines: tuple[str, ...], theirs: Any, simulations: dict[str,
         print(f"{theirs.source}, line {line}: {why}", file=sys.stderr)
 
 
-def _said(trajectory: Any, simulation: Any, rule: str, tree: Any) -> str:
+def _said(trajectory: Any, simulation: Any, rule: str, trees: str | None) -> str:
     there = trajectory.settings
     told = f"tau: emitted tokens / verify rounds, bonus token included, K = {simulation.depth}, 95 % over prompts; target T = "
     told += f"{there['temperature']:g}, top_k {there['top_k']}, top_p {there['top_p']:g}; drafts: {rule}"
-    if tree is not None:
-        told += f", {tree.label}"
+    if trees is not None:
+        told += f", {trees}"
     elif rule == "argmax" and there["temperature"]:
         told += " (the default; so vLLM and SGLang draft unless told otherwise. --rule rejection: drafts sampled too)"
     if (drafting := simulation.acceptance.drafting) is not None:

@@ -128,11 +128,15 @@ def first_row_masses(
 def segment_gain(record: Record, depth: int, segment: Segment) -> Float[np.ndarray, "start layer head"]:
     """Mass of a segment at ``depth`` minus that of the relabelled depth-1 row at the same position; NaN where there is none.
 
-    SELF: the self gain over the null. Minus that of SINK: the sink loss.
+    SELF: the self gain over the null. Minus that of SINK: the sink loss; NaN where a window has left the sink behind at either.
     """
     here, there = record.pairs(depth)
     before = first_row_masses(record, there, depth)[..., segment]
-    return _spread(record, here, record.mass[here, depth - 1, ..., segment].astype(np.float64) - before)
+    gain = record.mass[here, depth - 1, ..., segment].astype(np.float64) - before
+    if segment == Segment.SINK and record.sees_sink is not None:
+        both = record.sees_sink[here, depth - 1] & record.sees_sink[there, 0]
+        gain[~both] = np.nan
+    return _spread(record, here, gain)
 
 
 def recent_gain(record: Record, depth: int, window: int) -> Float[np.ndarray, "start layer head"]:
@@ -167,8 +171,10 @@ def _spread(record: Record, here: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def over_heads(values: Float[np.ndarray, "start layer head"]) -> Float[np.ndarray, " start"]:
-    """Mean over layers and heads of each start: NaN where the start has none."""
-    return values.mean((1, 2))
+    """Mean over layers and heads of each start, those that have a value; NaN where none has."""
+    there = ~np.isnan(values)
+    total, count = np.where(there, values, 0.0).sum((1, 2)), there.sum((1, 2))
+    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
 
 
 def band(

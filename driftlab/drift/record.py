@@ -64,6 +64,8 @@ class Record:
     vector_prompt: Int[np.ndarray, " vector"]
     sinks: tuple[int, ...] = ()
     """positions whose keys are SINK"""
+    sees_sink: Bool[np.ndarray, "start depth layer"] | None = None
+    """whether a key of the SINK is among those seen (a window may have left it behind); None: always"""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """settings columns of the drafter, for the rows"""
 

@@ -80,7 +80,7 @@ class Recorder:
             attention, prefix = layer.self_attn, f"layers.{index}.self_attn"
             self._stack.callback(setattr, attention, "recent_windows", attention.recent_windows)
             attention.recent_windows = tuple(sorted(wanted.union(attention.recent_windows)))
-            for name in ("visible", "mass", "entropy", "recent"):
+            for name in ("visible", "sees_sink", "mass", "entropy", "recent"):
                 self._watch(f"{prefix}.hook_{name}", self._taking(name, index))
         last = len(self.drafter.layers) - 1
         self._watch("fusion.hook_aux", lambda value, _: self._running().take_aux(value))
@@ -217,7 +217,7 @@ class _Running:
 
     def take(self, name: str, value: Tensor, depth: int, layer: int) -> None:
         """Keep a statistic of one layer, for the starts' rows."""
-        if name == "visible":
+        if name in ("visible", "sees_sink"):
             value = value[:, None, :, None]
         elif name == "entropy":
             value = value[..., None]
@@ -312,6 +312,7 @@ class _Running:
             **{"prompt": prompt.cpu().numpy() + offset, "row": self.starts.rows[self.valid].cpu().numpy()},
             **{"mass": stacked("mass"), "recent": stacked("recent"), "recent_first": first[..., : len(depths) - 1]},
             **{"entropy": stacked("entropy")[..., 0], "visible": stacked("visible")[..., 0, 0].astype(np.int64)},
+            "sees_sink": stacked("sees_sink")[..., 0, 0].astype(bool),
             **{name: by_depth(name) for name in ("rms_resid", "rms_feedback", "successive", "imitation")},
             **{"update": update, "rms_fused": self.values["rms_fused", 1].cpu().numpy()},
             **{

@@ -76,7 +76,9 @@ def drift_rows(record: Record, *, heads: bool = True, samples: int = 2000, **set
             for layer in range(values.shape[1]):
                 if heads:
                     rows += _per_prompt(record, values[:, layer], quantity, depth, layer)
-                rows.append(_pooled(record, values[:, layer].mean(1), ends, samples, quantity, depth, layer))
+                rows.append(
+                    _pooled(record, distances.over_heads(values[:, [layer]]), ends, samples, quantity, depth, layer)
+                )
         for window in record.windows:
             values = distances.recent_gain(record, depth, window)
             for layer in range(values.shape[1]):
@@ -147,11 +149,17 @@ def excess(record: Record, depth: int) -> ByStart:
 
 
 def sink_before(record: Record, depth: int) -> ByStart:
-    """SINK at depth 1 of the row where the start stands at ``depth``, mean over layers and heads: what can be lost."""
+    """SINK at depth 1 of the row where the start stands at ``depth``, mean over layers and heads: what can be lost.
+
+    NaN where a window has left the sink behind, there or at ``depth``.
+    """
     here, there = record.pairs(depth)
-    before = np.full(len(record.row), np.nan)
-    before[here] = record.mass[there, 0, ..., Segment.SINK].astype(np.float64).mean((1, 2))
-    return before
+    mass = record.mass[there, 0, ..., Segment.SINK].astype(np.float64)
+    if record.sees_sink is not None:
+        mass[~(record.sees_sink[here, depth - 1] & record.sees_sink[there, 0])] = np.nan
+    before = np.full((len(record.row), *mass.shape[1:]), np.nan)
+    before[here] = mass
+    return distances.over_heads(before)
 
 
 def relative_sink_loss(record: Record, depth: int, *, samples: int = 2000, seed: int = 0) -> Interval:

@@ -147,6 +147,8 @@ def verdict(
 
 def _notes(record: Record, beyond: int, limit: Thresholds) -> tuple[str, ...]:
     held = record.mean(sink_before(record, beyond)).value
+    if np.isnan(held):
+        return ("no start sees the sink at both depths (a window has left it behind): of its mass nothing is said",)
     if held >= limit.moved:
         return ()
     return (f"at depth 1 the sink holds {held:.3g}, less than the threshold {limit.moved:g}: it cannot lose so much",)

@@ -15,7 +15,7 @@ from driftlab.files import cache_dir
 from driftlab.models import PACKAGED
 from driftlab.perturbations import Perturbation
 from driftlab.progress import Progress, silent
-from driftlab.prompts import Prompt, encode, load_prompts
+from driftlab.prompts import Prompt, encode, load_prompts, tokenize
 from driftlab.recorded import TargetHead, TargetSpec
 from driftlab.target.adapter import Adapter
 from driftlab.target.continuous import SelfJob, Source, record_self
@@ -409,7 +409,7 @@ class Target:
             [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=reply
         )
         before, _, after = text.partition(mark)
-        prefix = self.tokenizer(before, add_special_tokens=False)["input_ids"]
+        prefix = tokenize(before, self.tokenizer, special=False)  # with the BOS that recorded prompts begin with
         suffix = self.tokenizer(after, add_special_tokens=False)["input_ids"]
         if not prefix or not suffix:
             raise DriftlabError("this chat template marks neither where the user's text begins nor where it ends")

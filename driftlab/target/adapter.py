@@ -83,7 +83,8 @@ class Adapter:
         """Shapes and identity, read from the text config."""
         config = self.config
         rope = config.rope_parameters
-        rope = rope if "rope_theta" in rope else next(iter(rope.values()))
+        if "rope_theta" not in rope:  # by kind of layer; a drafter attends to all keys
+            rope = rope["full_attention"] if "full_attention" in rope else next(iter(rope.values()))
         heads = config.num_attention_heads
         return TargetSpec(
             name=name,
@@ -316,9 +317,12 @@ class Adapter:
         ]
 
     @torch.inference_mode()
-    def position_mass(self, tokens: Int[Tensor, "one pos"], first_query: int) -> dict[int, Float[Tensor, " pos"]]:
+    def position_mass(
+        self, tokens: Int[Tensor, "one pos"], first_query: int, *, seen_by_all: bool = False
+    ) -> dict[int, Float[Tensor, " pos"]]:
         """Attention mass on each position, by layer; mean over heads and over queries >= ``first_query``.
 
+        ``seen_by_all``: NaN at positions that some of these queries cannot see (behind a window, or after the query).
         One unpadded sequence. Layers without softmax attention are absent. No T x T map is kept: blocks of queries are
         reduced as they come. Raises DriftlabError for targets with learned sinks (their eager kernel would be needed).
         """
@@ -335,7 +339,9 @@ class Adapter:
             self.decoder(tokens, use_cache=False, driftlab_recorder=recorder)
         finally:
             self.model.set_attn_implementation(before)
-        return recorder.mass
+        if not seen_by_all:
+            return recorder.mass
+        return {layer: mass.masked_fill(~recorder.seen[layer], torch.nan) for layer, mass in recorder.mass.items()}
 
 
 def checksum(tensor: Tensor) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from driftlab.target.sampling import Sampling, continue_prompts, streams
 from driftlab.trajectory import Trajectory
 
 _SINK_SEQUENCES = 8
+_AS_MUCH, _STANDS_OUT = 0.5, 5.0
 _SINK_POSITIONS = 8
 
 
@@ -288,25 +289,38 @@ def check_finite(aux: Tensor, last: Tensor, aux_layers: Sequence[int], store_dty
 
 
 def find_sink(adapter: Adapter, tokenizer: Any, folder: Path, pieces: int) -> dict[str, Any]:
-    """Search the target's sink over all positions that the prompts share; position 0 if it cannot be watched."""
+    """Search the target's sinks over all positions that the prompts share; position 0 if they cannot be watched.
+
+    A position counts in the layers where every query from the prompt's end on sees it: a key that slides out of a window is no
+    sink. The sink is the position with most mass; another is one as well if it holds at least half as much, and five times the
+    mean of the positions searched (a second BOS shares the first one's mass).
+    """
     entries = (entry for number in range(pieces) for entry in piece_entries(piece_path(folder, number), number))
     sequences = read_entries(folder, list(itertools.islice(entries, _SINK_SEQUENCES)))
     shared = max(1, min(s.prompt_length for s in sequences) - 1)
     try:
-        masses = [adapter.position_mass(s.tokens[None].to(adapter.device), s.prompt_length - 1) for s in sequences]
+        masses = [
+            adapter.position_mass(s.tokens[None].to(adapter.device), s.prompt_length - 1, seen_by_all=True)
+            for s in sequences
+        ]
     except DriftlabError as error:
         return {"positions": [0], "found": False, "reason": str(error)}
     if not masses[0]:
         return {"positions": [0], "found": False, "reason": "no layer with softmax attention was seen"}
-    by_layer = {layer: torch.stack([m[layer][:shared] for m in masses]).mean(0) for layer in masses[0]}
-    mean = torch.stack(list(by_layer.values())).mean(0)
+    stacked = {layer: torch.stack([m[layer][:shared] for m in masses]).mean(0) for layer in masses[0]}
+    by_layer = {layer: mass for layer, mass in stacked.items() if not bool(mass.isnan().all())}
+    if not by_layer:
+        reason = "every layer attends through a window, and no shared position is seen from all of the answer"
+        return {"positions": [0], "found": False, "reason": reason}
+    mean = torch.stack(list(by_layer.values())).nanmean(0).nan_to_num(0)
     top = mean.topk(min(_SINK_POSITIONS, shared)).indices.tolist()
+    least = max(_AS_MUCH * float(mean.max()), _STANDS_OUT * float(mean.mean()))
     tokens = sequences[0].tokens
     return {
-        "positions": [top[0]],
+        "positions": sorted({top[0], *(p for p in top if float(mean[p]) >= least)}),
         "found": True,
         "sequences": len(sequences),
         "searched_positions": shared,
         "top": [{"position": p, "token": tokenizer.decode([int(tokens[p])]), "mass": float(mean[p])} for p in top],
-        "by_layer": {str(layer): float(mass[top[0]]) for layer, mass in by_layer.items()},
+        "by_layer": {str(layer): float(mass[top[0]].nan_to_num(0)) for layer, mass in by_layer.items()},
     }

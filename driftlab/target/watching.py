@@ -19,12 +19,14 @@ class MassRecorder:
     def __init__(self, first_query: int) -> None:
         self.first_query = first_query
         self.mass: dict[int, Tensor] = {}
+        self.seen: dict[int, Tensor] = {}
+        """whether every one of those queries sees the key"""
 
     def add(self, layer: int, q: Tensor, k: Tensor, scaling: float, mask: Tensor | None) -> None:
         """Add a layer's queries and keys, [batch head pos d_head]."""
         keys, queries = k.shape[2], q.shape[2]
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float()
-        total = k.new_zeros(keys)
+        total, seen = k.new_zeros(keys), torch.ones(keys, dtype=torch.bool, device=k.device)
         for start in range(self.first_query, queries, _QUERY_BLOCK):
             stop = min(start + _QUERY_BLOCK, queries)
             scores = (q[:, :, start:stop].float() @ k.transpose(-1, -2)) * scaling
@@ -32,8 +34,10 @@ class MassRecorder:
                 visible = torch.arange(keys, device=k.device) <= torch.arange(start, stop, device=k.device)[:, None]
             else:
                 visible = mask[..., start:stop, :keys]
+            seen &= visible.reshape(-1, keys).all(0)
             total += scores.masked_fill(~visible, -torch.inf).softmax(-1).mean((0, 1)).sum(0)
         self.mass[layer] = (total / (queries - self.first_query)).cpu()
+        self.seen[layer] = seen.cpu()
 
 
 def mass_attention(
