@@ -113,11 +113,10 @@ def planted(target, masses, monkeypatch):
         ({0: 0.02, 1: 0.019}, (0,)),
     ],
 )
-def test_two_first_tokens_that_share_the_mass_are_both_the_sink(varied_target, monkeypatch, masses, expected):
+def test_two_first_tokens_that_share_the_mass_are_both_the_sink(varied_target, monkeypatch, tmp_path, masses, expected):
     planted(varied_target, masses, monkeypatch)
-    found = varied_target.record(
-        ["a prompt of thirty letters, no", "another of about thirty letters"], max_new_tokens=2, template=False
-    )
+    prompts = ["a prompt of thirty letters, no", "another of about thirty letters"]
+    found = varied_target.record(prompts, max_new_tokens=2, template=False, out=tmp_path / "r")
     assert found.sinks == expected
 
 
