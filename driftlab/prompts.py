@@ -301,7 +301,8 @@ def render(name: str, messages: Sequence[Message], tokenizer: Any, **options: An
     except Exception as error:  # a template raises whatever it likes: "System role not supported", roles must alternate
         raise DriftlabError(f"prompt {name!r}: the chat template refuses this dialogue ({error})") from error
     for message in messages:
-        if message.role in ("user", *SYSTEM_ROLES) and message.content.strip() not in text:
+        # templates take the thoughts out of earlier answers, which is what they are for
+        if message.content.rpartition("</think>")[2].strip() not in text:
             warnings.warn(f"prompt {name!r}: the chat template leaves a {message.role} message out", stacklevel=3)
     return text
 

@@ -27,7 +27,7 @@ from driftlab.acceptance import accept
 from driftlab.draft import all_starts, check_fits, text_at, unroll
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
-from driftlab.files import locked, sweep, write_text
+from driftlab.files import locked, sweep, write_json, write_text
 from driftlab.losses import LOSSES, TargetDistribution, draft_loss
 from driftlab.progress import Progress, silent
 from driftlab.recorded import Batch
@@ -121,7 +121,8 @@ def train(
         drafter: on the device to train on.
         trajectory: the recording; its head gives the target's distribution.
         config: see :class:`TrainConfig`.
-        out: folder for config.json, model.safetensors, train_log.csv, and the state while training.
+        out: folder for config.json, model.safetensors, train_log.csv, train_config.json (loss and all other settings), and the
+            state while training.
         held_out: sequences of the same source, not trained on (see :func:`split`), measured at intervals.
         stop_after: stop (and save the state) after so many steps in all; for tests and time limits.
         progress: called with ("training <out's name>", steps done, steps).
@@ -158,6 +159,7 @@ def train(
             return drafter
         longest = max(entry.length for entry in trajectory.entries)
         drafter.config = dataclasses.replace(drafter.config, ttt=config.ttt, trained_length=longest)
+        write_json(out / "train_config.json", dataclasses.asdict(config))
         write_text(out / "train_log.csv", pd.DataFrame(run.log).to_csv(index=False, float_format="%.6g"))
         run.save_state(out, step)
         run.restore_best(out)

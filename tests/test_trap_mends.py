@@ -190,3 +190,61 @@ def test_simulate_says_what_a_drafter_cannot_propose_and_what_is_longer_than_its
     assert f"{beyond} of 4 texts are longer than the 30 tokens it was trained on" in told
     assert "dynamic tree of 6 nodes" in told
     assert "100 nodes" not in told
+
+
+@pytest.mark.parametrize("role", ["tool", "assistant"])
+def test_a_message_that_the_template_drops_is_told_whoever_speaks(role):
+    from driftlab.prompts import Message, Prompt, encode
+
+    tokenizer = tiny_fast_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} {% endif %}{% endfor %}a "
+    )
+    dialogue = (Message("user", "hello"), Message(role, "something else"), Message("user", "more"))
+    with pytest.warns(UserWarning, match=f"the chat template leaves a {role} message out"):
+        encode(Prompt("p", dialogue), tokenizer)
+
+
+def test_thoughts_that_a_template_takes_out_are_no_loss(recwarn):
+    from driftlab.prompts import Message, Prompt, encode
+
+    tokenizer = tiny_fast_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }} {% endfor %}a "
+    thought = Message("assistant", "<think>hm</think> so it is")
+    encode(Prompt("p", (Message("user", "hello"), thought, Message("user", "more"))), tokenizer)
+    assert not recwarn.list
+
+
+def test_an_own_heads_rows_are_not_given_to_other_tokens(make_drafter):
+    from driftlab import DriftlabError
+
+    drafter = make_drafter("eagle31", draft_vocab=[3, 5, 7, 9], lm_head="own")
+    drafter.set_draft_vocab([3, 5, 7, 9])
+    with pytest.raises(DriftlabError, match="rows belong to the draft vocabulary that it has"):
+        drafter.set_draft_vocab([3, 5, 7, 11])
+
+
+def test_a_trained_folder_says_with_which_loss(make_drafter, tiny_trajectory, tmp_path):
+    import json
+
+    from driftlab import TrainConfig, train
+
+    config = TrainConfig(ttt=1, loss="kl", batch_size=2, epochs=0.5, save_every=0)
+    train(make_drafter("eagle31"), tiny_trajectory, config, out=tmp_path / "d")
+    told = json.loads((tmp_path / "d" / "train_config.json").read_text())
+    assert (told["loss"], told["ttt"], told["depth_decay"]) == ("kl", 1, config.depth_decay)
+
+
+def test_a_draft_vocabulary_survives_training_on_other_text(make_drafter, tiny_target, tiny_trajectory, tmp_path):
+    """d2t chosen on one text and kept when the weights are trained on another one."""
+    from driftlab import TrainConfig, choose_draft_vocab, train
+
+    vocab = choose_draft_vocab(tiny_trajectory, 20)
+    drafter = make_drafter("eagle31", draft_vocab=vocab)
+    before = drafter.d2t.clone()
+    other = tiny_target.record(["zz top", "yes no"], max_new_tokens=12, template=False, out=tmp_path / "other")
+    assert set(choose_draft_vocab(other, 20)) != set(vocab)
+    for name, text in (("a", tiny_trajectory), ("b", other)):
+        how = TrainConfig(ttt=1, batch_size=2, epochs=0.5, save_every=0)
+        drafter = train(drafter, text, how, out=tmp_path / name)
+    assert torch.equal(drafter.d2t, before)

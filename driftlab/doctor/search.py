@@ -5,7 +5,7 @@ what is left is scored on more, then, while the difference may be of either sign
 and the few that do best of these on all. The best reading whose gain is shown, at the level divided by the number of
 readings tried, is taken as soon as it is shown, and the search goes on from there. Most factors are independent, so that
 one mistake shows while another stands; where no single change helps, pairs are tried: of the levels that did best alone, or
-of all where the reading predicts nothing.
+of all where the reading predicts nothing (the 150 whose parts did best).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _BEST_OPEN = 4
 _DULL = 0.5
 """nats of information below which a reading may be hiding what single changes do"""
 _BEST_SINGLES = 4
+_PAIRS = 150
 _MOVES = 5
 
 Point = dict[str, Level]
@@ -99,8 +100,9 @@ class Search:
             ordered = [t for t in ordered if t.against.mean < -LEAST or t.against.bound(self.level) > LEAST][
                 :_BEST_SINGLES
             ]
-        levels = [tried.changes[0] for tried in ordered]
-        return self._try(point, [(a, b) for a, b in itertools.combinations(levels, 2) if a.factor != b.factor])
+        pairs = [(a, b) for a, b in itertools.combinations(ordered, 2) if a.changes[0].factor != b.changes[0].factor]
+        pairs.sort(key=lambda pair: -sum(tried.against.mean for tried in pair))
+        return self._try(point, [(a.changes[0], b.changes[0]) for a, b in pairs[:_PAIRS]])
 
     def score(self, stage: int, view: View) -> Score | None:
         """Score a reading on a bench, once; None where it cannot be."""

@@ -240,7 +240,12 @@ class Drafter(HookedModule):
         size, vocab = self.config.draft_vocab_size, self.config.vocab_size
         if ids.shape != (size,) or bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
             raise DriftlabError(f"the draft vocabulary must be {size} distinct ascending target ids in 0..{vocab - 1}")
-        self.d2t.copy_(ids - torch.arange(size, device=ids.device))
+        offsets = ids - torch.arange(size, device=ids.device)
+        if self.config.lm_head == "own" and bool(self.t2d.any()) and not torch.equal(self.d2t, offsets):
+            raise DriftlabError(
+                "the head is the drafter's own: its rows belong to the draft vocabulary that it has; make a new drafter"
+            )
+        self.d2t.copy_(offsets)
         self.t2d.zero_()
         self.t2d[ids] = True
         if self._target_head is not None:
