@@ -96,7 +96,7 @@ class Stability:
 
     ``keys``: the inputs; ``plain``: the one that the others are compared with; ``depth``: K; ``texts``: what was replayed;
     ``ids``: the prompts that have a round under every one of ``keys``; ``prompts``: how many there were; ``left_out``: inputs
-    under which fewer than half of plain's prompts have one, with the number of those that do.
+    under which too few of plain's prompts have one, with the number of those that do.
     """
 
     keys: tuple[str, ...]
@@ -211,16 +211,22 @@ class Stability:
 
 
 def stability(
-    simulations: Mapping[str, Simulation | Expected], *, plain: str = "chat", samples: int = 2000, seed: int = 0
+    simulations: Mapping[str, Simulation | Expected],
+    *,
+    plain: str = "chat",
+    least: float = 0.5,
+    samples: int = 2000,
+    seed: int = 0,
 ) -> Stability:
     """Put the replays of one drafter under several inputs together, on the prompts that have a round under each.
 
-    An input under which fewer than half of the plain one's prompts have a round is left out: the others would have to be
-    compared on the few prompts that it leaves.
+    An input under which a smaller share than ``least`` of the plain one's prompts have a round is left out: the others would
+    have to be compared on the few prompts that it leaves.
 
     Args:
         simulations: key of the input to the replay of what was recorded under it.
         plain: the input that the others are compared with.
+        least: share of plain's prompts that an input must have, 0..1. (For one pair of inputs alone: 0.)
         samples: of the bootstraps.
         seed: of the bootstraps.
 
@@ -253,7 +259,7 @@ def stability(
     if not of_plain.any():
         raise DriftlabError(f"no text has a round under the plain input {plain!r}: there is no tau to compare with")
     shared = (there & of_plain).sum(1)
-    kept = [i for i in range(len(keys)) if 2 * shared[i] >= of_plain.sum()]
+    kept = [i for i in range(len(keys)) if shared[i] >= max(1.0, least * of_plain.sum())]
     common = there[kept].all(0)
     if not common.any():
         raise DriftlabError(

@@ -236,7 +236,7 @@ def template(lab: Lab, target: Target, prompts: Sequence[Prompt]) -> tuple[pd.Da
     found = {name: stability({key: sims[name][key] for key in with_rounds}) for name in names}
     for row in table.itertuples():
         if row.input in with_rounds:
-            table.loc[row.Index, "loss"] = found[row.drafter].loss(row.input).value
+            table.loc[row.Index, "loss"] = _loss(sims[row.drafter], row.input)
 
     def relative_loss(t: np.ndarray) -> np.ndarray:
         return 1 - t[..., 1] / t[..., 0]
@@ -264,9 +264,16 @@ def template(lab: Lab, target: Target, prompts: Sequence[Prompt]) -> tuple[pd.Da
     for name in (POST, BOTH):
         for quantity, interval in compare_stability(found[PRE], found[name]).items():
             if quantity.startswith("tau_loss"):
-                what = f"{quantity} over {len(with_rounds)} inputs: eagle3 less {name.removeprefix('smollm2-')}"
+                what = f"{quantity} over {len(found[name].keys)} inputs: eagle3 less {name.removeprefix('smollm2-')}"
                 claims.append(claim(what, interval, None))
     return table, pd.DataFrame(claims)
+
+
+def _loss(sims: dict[str, Any], key: str) -> float:
+    """Relative loss of tau on the prompts that have a round under both inputs."""
+    if key == "chat":
+        return 0.0
+    return stability({"chat": sims["chat"], key: sims[key]}, least=0).loss(key).value
 
 
 def _answers(
