@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import EOS, VOCAB, TinyTokenizer, tiny_fast_tokenizer, tiny_model
+from conftest import BOS, EOS, VOCAB, TinyTokenizer, tiny_fast_tokenizer, tiny_model
 from safetensors.torch import load_file, save_file
 
 from driftlab import (
@@ -48,7 +48,7 @@ def ids(text):
     return TinyTokenizer()(text, False)["input_ids"]
 
 
-PREFIX, SUFFIX, END = ids("<the user says>"), ids("#\n<bot>"), ids("#")[0]
+PREFIX, SUFFIX, END = [BOS, *ids("<the user says>")], ids("#\n<bot>"), ids("#")[0]
 EOS_IDS = (EOS, 40, 41, 43, 44, 45)
 
 
@@ -147,7 +147,7 @@ def test_states_and_answers_are_those_of_ordinary_passes(family, tmp_path):
         first = recorded.prompt_length - 1
         assert recorded.lse[:first].isnan().all()
         torch.testing.assert_close(recorded.lse[first:], own.logits[0, first:].logsumexp(-1), rtol=1e-4, atol=1e-3)
-    assert trajectory.sink_report["found"] is (family != "GptOss")
+    assert trajectory.sink_report["found"] is (family not in ("GptOss", "Mistral"))  # learned sinks; windows alone
 
 
 def test_answers_end_with_an_eos_or_at_the_limit(whole):
@@ -363,7 +363,7 @@ class Bare(Chat):
         (
             Chat(),
             {"max_new_tokens": 229},
-            "up to 257 tokens are beyond the target's 256 .*lower max_new_tokens or user_",
+            "up to 258 tokens are beyond the target's 256 .*lower max_new_tokens or user_",
         ),
         (Chat(), {"store_dtype": torch.int32}, "stored in a floating-point type"),
         (Chat(), {"temperature": -1.0}, "temperature and top_k must be >= 0"),

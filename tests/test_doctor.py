@@ -77,6 +77,7 @@ def test_an_honest_file_is_not_doubted(name, files, recording):
     ],
 )
 def test_what_is_declared_wrong_is_named(name, given, outside, files, recording):
+    from driftlab.doctor.evidence import LEVEL
     from driftlab.doctor.stored import View
     from driftlab.drafter.formats.reading import read_checkpoint
 
@@ -85,7 +86,7 @@ def test_what_is_declared_wrong_is_named(name, given, outside, files, recording)
     together = {row.view for row in found.together}
     assert found.outcome == "another"
     assert found.best == truth or truth in together
-    assert found.p < 0.01
+    assert found.p < LEVEL
     assert found.gain.low > 0
     assert found.tau_gain.high > 0
     assert set(found.remedies) >= {"driftlab", "vLLM", "SGLang", "speculators", "TensorRT-LLM"}
@@ -260,6 +261,73 @@ def test_the_command_says_what_is_wrong(files, recording, monkeypatch, capsys):
     assert [change["factor"] for change in values["changes"]] == ["token_shift"]
     plain = run(files / "mtp", "--target", recording.path)
     assert "declared reading is best" in plain or "not enough evidence" in plain  # it is honest: nothing else is named
+    for said, told in {
+        "sideways=1": "sideways",
+        "order=descending": "order ('descending',)",
+        "gap=x": "gap 'x'",
+    }.items():
+        with pytest.raises(SystemExit):
+            run(files / "eagle31", "--target", recording.path, "--declared", said)
+        assert told in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        run(files / "mtp", "--target", recording.path, "--declared", "sideways=1")
-    assert "sideways" in capsys.readouterr().err
+        run(files / "eagle31", "--target", recording.path, "--declared", "gap=1", "gap=0")
+    assert "--declared says gap twice" in capsys.readouterr().err
+
+
+def test_a_drafter_that_drafts_nothing_in_any_reading_gets_no_advice(files, recording, tmp_path):
+    """Its fusion layer is 0: embedding and head alone predict a little, and no reading mends it."""
+    import torch
+
+    from driftlab import Drafter
+
+    drafter = Drafter.load(files / "eagle31", recording)
+    with torch.no_grad():
+        drafter.fc.weight.zero_()
+        drafter.layers[0].mlp.down_proj.weight.mul_(-1)
+    drafter.save(tmp_path / "d")
+    found = diagnosed(tmp_path / "d", recording, norm_output=False)
+    assert found.outcome != "another"
+    assert not found.changes
+    assert not found.remedies
+
+
+def test_a_best_reading_that_hardly_drafts_is_too_weak_to_tell(files, recording, monkeypatch):
+    monkeypatch.setattr("driftlab.doctor.diagnosis.WEAK_TAU", 3.9)
+    found = diagnosed(files / "eagle31", recording, norm_output=False)
+    assert found.outcome == "too weak"
+    assert found.tau_best.value < 3.9
+    assert not found.changes
+    assert "Nothing is said of its conventions" in found.words()
+
+
+def test_one_text_many_times_is_one_text(files, recording):
+    with pytest.raises(DriftlabError, match=r"1 different text\(s\)"):
+        diagnosed(files / "eagle31", recording.subset([0] * 9))
+
+
+@pytest.mark.parametrize(
+    ("outside", "told"),
+    [
+        ({"gap": 2}, "gap 2: it is -1 or 0 or 1"),
+        ({"gap": -1, "frozen": True}, "frozen with gap -1"),
+        ({"frozen": 1}, "frozen 1"),
+        ({"token_shift": 5}, "token_shift 5: it is 0 or 1 or 2"),
+        ({"inputs": "foo"}, "'foo': it is embedding first or hidden first"),
+        ({"grouping": "strides"}, "'strides'"),
+        ({"d2t": "abs"}, "'abs': it is offset or absolute"),
+        ({"order": (2, 0, 1, 5)}, "the places 0..2 of the 3 captured states"),
+        ({"order": (2,)}, "the places 0..2"),
+    ],
+)
+def test_what_is_declared_beyond_the_configuration_is_checked(files, recording, outside, told):
+    with pytest.raises(DriftlabError) as error:
+        diagnosed(files / "eagle31", recording, outside)
+    assert told in str(error.value)
+
+
+def test_depths_are_checked_and_answers_are_cut_behind_them(files, recording):
+    with pytest.raises(DriftlabError, match="depth 0: .* 1 or more"):
+        diagnosed(files / "eagle31", recording, depth=0)
+    found = diagnosed(files / "eagle31", recording, depth=8, sizes=((6, 4), (8, 4)), norm_output=False)
+    assert found.depth == 8
+    assert all(len(row.by_depth) == 8 for row in found.rows)

@@ -290,3 +290,24 @@ def test_one_prompt_is_refused():
 
     with pytest.raises(DriftlabError, match="several"):
         contrast(made([0.1], [4]), made([0.0], [4]))
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "verdict"),
+    [
+        (0.001, 0.004, "no matter"),
+        (-0.017, 0.011, "open"),  # it may be worse by .04
+        (-0.068, 0.011, "worse"),
+        (-0.012, 0.002, "no matter"),
+        (0.03, 0.02, "open"),
+        (0.07, 0.01, "open"),
+        (0.1, 0.0, "open"),  # prompts that do not differ at all say nothing of the error
+    ],
+)
+def test_no_matter_is_bounded_on_both_sides(mean, error, verdict):
+    from driftlab.doctor.evidence import Contrast
+
+    found = Contrast(mean, error, 40, 1000, False, ((0.0, 1.0),) * 40, (mean,))
+    assert found.verdict == verdict
+    if not error:
+        assert found.better == found.worse == 0.5

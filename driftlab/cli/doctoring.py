@@ -29,7 +29,7 @@ def doctor(
 
     Layer ids, norms, feedback, d2t, token shift, rotary embedding, tables and head shapes are tried on a recorded text, one by
     one and in pairs; the answer says how sure it is, what it is worth in tau, and which keys of config.json make it so.
-    Experimental: how often it is right has not been measured yet (experiments/doctor_confusion.py).
+    Experimental: for how often it was right see docs/method.md (experiments/doctor_confusion.py measures it).
 
     Args:
         drafter: a folder, a file, a Hugging Face id, or the name of a shipped drafter.
@@ -61,17 +61,22 @@ def doctor(
     for words in (*reading.layer_notes(trajectory), *reading.notes):
         print(f"{drafter}: {words}", file=sys.stderr)
     found = diagnose(reading, trajectory, outside=_declared(declared), d2t=d2t, depth=depth, progress=progress_bar())
-    print("doctor is experimental: how often it is right has not been measured yet", file=sys.stderr)
+    print("doctor is experimental: see docs/method.md for how often it was right", file=sys.stderr)
     print(_json(found) if json else found.words())
 
 
 def _declared(said: tuple[str, ...]) -> dict[str, Any]:
-    values = {}
+    values: dict[str, Any] = {}
     for word in said:
         name, equals, value = (part.strip() for part in word.partition("="))
         if not equals:
             raise DriftlabError(f"--declared {word}: wants name=value")
-        values[name] = tuple(given_value(value)) if name == "order" else given_value(value)
+        if name in values:
+            raise DriftlabError(f"--declared says {name} twice")
+        values[name] = given_value(value)
+        if name == "order":
+            places = values[name] if isinstance(values[name], list) else [values[name]]
+            values[name] = tuple(places)
     return values
 
 

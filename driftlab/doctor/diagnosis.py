@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 import torch
 
-from driftlab.doctor.evidence import LEAST, LEVEL, ONE_SIDED, Contrast, contrast, information
+from driftlab.doctor.evidence import LEAST, LEVEL, ONE_SIDED, contrast, information
 from driftlab.doctor.factors import Factors, Level, plausible, same
 from driftlab.doctor.remedies import remedies
 from driftlab.doctor.scoring import Bench, candidates, cut
 from driftlab.doctor.search import Search, Tried
-from driftlab.doctor.stored import OUTSIDE, Stored, View
+from driftlab.doctor.stored import Stored, View, check_outside
 from driftlab.drafter.formats.reading import Reading
 from driftlab.errors import DriftlabError
 from driftlab.intervals import Interval
@@ -34,9 +34,13 @@ DEPTH = 3
 """deepest depth scored, unless the drafter says that it was trained for fewer"""
 WEAK = 0.1
 """nats of information below which nothing is told"""
+WEAK_TAU = 1.1
+"""tau of the best reading below which nothing is told: another target's drafter, or broken weights"""
 SIZES = ((16, 8), (28, 16), (48, 30), (96, 128))
 """prompts and answer tokens of what is scored: all readings; those that may be better; those where it is open whether that
 matters; and the few of them that do best"""
+_BEYOND = 5
+"""answer tokens scored beyond the deepest depth, at least"""
 _ROWS = 20000
 """padded rows of the largest bench: what 3 minutes and 2 GB hold"""
 
@@ -87,6 +91,8 @@ class Diagnosis:
     """what no text can tell from the best reading"""
     remedies: dict[str, str]
     skipped: tuple[str, ...]
+    notes: tuple[str, ...]
+    """what the reader says of the file"""
     tried: int
     prompts: int
     tokens: int
@@ -140,13 +146,14 @@ def diagnose(
         DriftlabError: a drafter of another target, a recording without the declared states or with a single prompt.
     """
     began = time.monotonic()
-    if unknown := sorted(set(outside or {}) - set(OUTSIDE)):
-        raise DriftlabError(f"declared {unknown}: there are {', '.join(OUTSIDE)}")
     config = reading.config_for(trajectory)
+    check_outside(outside or {}, config)
     _check(config, trajectory)
     declared = View(config=config, **(outside or {}))
     stored = Stored.of(reading.tensors, trajectory.head, d2t=d2t)
-    depth = depth or min(DEPTH, config.ttt or DEPTH)
+    depth = min(DEPTH, config.ttt or DEPTH) if depth is None else depth
+    if depth < 1:
+        raise DriftlabError(f"depth {depth}: the deepest draft depth that is scored is 1 or more")
     benches = _benches(stored, trajectory, depth, sizes)
     factors = plausible(declared, stored, trajectory.spec, trajectory.aux_layers, depth)
     search = Search(factors, benches, progress)
@@ -155,7 +162,7 @@ def diagnose(
     point, around = search.run()
     progress("readings", len(search.tried), len(search.tried))
     best = factors.view(point)
-    return _diagnosis(reading.name, search, best, around, began)
+    return _diagnosis(reading, search, best, around, began)
 
 
 def _check(config: Any, trajectory: Trajectory) -> None:
@@ -177,14 +184,15 @@ def _benches(
     stored: Stored, trajectory: Trajectory, depth: int, sizes: tuple[tuple[int, int], ...]
 ) -> tuple[Bench, ...]:
     entries = trajectory.entries
-    usable = [i for i, e in enumerate(entries) if e.length - e.prompt_length > depth]
+    long = [i for i, e in enumerate(entries) if e.length - e.prompt_length > depth]
+    usable = list({tuple(trajectory.tokens(i).tolist()): i for i in reversed(long)}.values())[::-1]
     if len(usable) < 2:
         raise DriftlabError(
-            f"{len(usable)} prompt(s) with an answer of more than {depth} tokens: readings are compared over prompts, record "
-            "several"
+            f"{len(usable)} different text(s) with an answer of more than {depth} tokens: readings are compared over prompts, "
+            "record several"
         )
     benches, among = [], None
-    for prompts, answer in sorted(sizes, reverse=True):
+    for prompts, answer in sorted(((count, max(answer, depth + _BEYOND)) for count, answer in sizes), reverse=True):
         chosen = _short(trajectory, usable, prompts, answer)
         batch = cut(trajectory, chosen, answer)
         if among is None:
@@ -203,30 +211,33 @@ def _short(trajectory: Trajectory, usable: list[int], prompts: int, answer: int)
     return chosen[: min(prompts, fitting)]
 
 
-def _diagnosis(name: str, search: Search, best: View, around: list[Tried], began: float) -> Diagnosis:
+def _diagnosis(reading: Reading, search: Search, best: View, around: list[Tried], began: float) -> Diagnosis:
     declared = search.factors.declared
     stage = search.largest(best, declared)
     held, other = (search.score(stage, view) for view in (best, declared))
     if held is None or other is None:
         raise DriftlabError(f"the declared reading cannot be run: {next(iter(search.failed.values()), '')}")
     told = information(held)
-    weak = told.mean < WEAK or told.better > LEVEL
-    if weak:  # which of its readings is least bad says nothing of its conventions
-        best, around, search.moves = declared, [], []
     full = _whole(search.benches[stage])
     scores = {view: full.score(view) for view in (declared, best)}
     runs = {view: full.simulate(score) for view, score in scores.items()}
+    few = told.mean >= WEAK and told.better > LEVEL
+    weak = told.mean < WEAK or runs[best].tau < WEAK_TAU
+    if weak or few:  # which of its readings is least bad says nothing of its conventions
+        best, around, search.moves = declared, [], []
     against = contrast(held, other)
-    rows = tuple(_row(search, tried) for tried in sorted(around, key=lambda t: -t.against.mean))
+    rows = tuple(sorted((_row(search, tried, best) for tried in around), key=lambda row: -row.difference.value))
     open_ = [row for row in rows if row.verdict == "open"]
     outcome: Outcome = "declared" if best == declared else "another"
     promising = [row for row in open_ if row.difference.value >= LEAST]
     if best == declared and promising:
         outcome = "more text"
+    if few:
+        outcome = "more text"
     if weak:
         outcome = "too weak"
     return Diagnosis(
-        name=name,
+        name=reading.name,
         outcome=outcome,
         declared=declared,
         best=best,
@@ -239,10 +250,13 @@ def _diagnosis(name: str, search: Search, best: View, around: list[Tried], began
         depth=full.depth,
         information=told.mean,
         rows=rows,
-        more_tokens=max((row.more_tokens for row in promising or open_), default=0),
-        one_class=() if weak else same(best, full.depth),
+        more_tokens=told.tokens_wanted(LEVEL)
+        if few
+        else max((row.more_tokens for row in promising or open_), default=0),
+        one_class=() if weak or few else same(best, full.depth),
         remedies={} if best == declared else remedies(declared, best),
         skipped=(*search.factors.skipped, *search.failed),
+        notes=tuple(reading.notes),
         tried=len(search.tried),
         prompts=told.prompts,
         tokens=told.tokens,
@@ -255,25 +269,21 @@ def _whole(bench: Bench) -> Bench:
     return Bench(bench.stored, bench.batch, bench.depth)
 
 
-def _row(search: Search, tried: Tried) -> Row:
-    c = tried.against
+def _row(search: Search, tried: Tried, best: View) -> Row:
+    view = search.factors.view(tried.point)
+    stage = search.largest(view, best)
+    mine, held = search.score(stage, view), search.score(stage, best)
+    # the reading held before was compared the other way round, perhaps on more text
+    c = tried.against if mine is None or held is None or stage <= tried.stage else contrast(mine, held)
     return Row(
         changes=tuple((level.factor, level.label) for level in tried.changes),
         difference=c.interval(),
         by_depth=c.by_depth,
         tokens=c.tokens,
-        verdict=_verdict(c),
+        verdict=c.verdict,
         more_tokens=c.tokens_wanted(search.level) if c.mean >= LEAST else c.tokens_to_settle(ONE_SIDED),
-        view=search.factors.view(tried.point),
+        view=view,
     )
-
-
-def _verdict(c: Contrast) -> str:
-    if c.identical:
-        return "same"
-    if c.bound(ONE_SIDED) < LEAST and c.mean > -LEAST:
-        return "no matter"
-    return "worse" if c.worse < ONE_SIDED else "open"
 
 
 def _changes(factors: Factors, best: View) -> tuple[tuple[str, str, str], ...]:

@@ -7,7 +7,7 @@ With d_i the sum over a prompt's starts and depths of the difference of two read
 m prompts, and D / SE is compared with Student's t of m - 1 degrees of freedom. The level is divided by the number of readings
 that were tried (Bonferroni). It is spent anew where more prompts are looked at and where pairs follow single changes, at most
 eight times in a diagnosis, mostly on the same prompts: what the share of honest files that are doubted comes to is measured. A
-reading that gains likelihood while its arg max hits the text less often is less sure, not right: not taken.
+reading that gains likelihood while its arg max does not hit the text more often is less sure, not right: not taken.
 """
 
 from __future__ import annotations
@@ -48,18 +48,28 @@ class Contrast:
 
     @property
     def t(self) -> float:
-        """The mean in standard errors."""
-        return self.mean / self.error if self.error else float(np.sign(self.mean)) * np.inf if self.mean else 0.0
+        """The mean in standard errors; 0 where prompts do not differ at all: then nothing is known of its error."""
+        return self.mean / self.error if self.error else 0.0
 
     @property
     def better(self) -> float:
         """p-value of "a is not better than b", of this comparison alone."""
-        return float(stdtr(self.prompts - 1, -self.t)) if np.isfinite(self.t) else float(self.t < 0)
+        return float(stdtr(self.prompts - 1, -self.t))
 
     @property
     def worse(self) -> float:
         """p-value of "a is not worse than b"."""
-        return float(stdtr(self.prompts - 1, self.t)) if np.isfinite(self.t) else float(self.t > 0)
+        return float(stdtr(self.prompts - 1, self.t))
+
+    @property
+    def verdict(self) -> str:
+        """same (no text can tell), no matter (less than :data:`LEAST` either way), worse, or open (this text does not tell)."""
+        if self.identical:
+            return "same"
+        spread = self.error * float(stdtrit(self.prompts - 1, 1 - ONE_SIDED))
+        if abs(self.mean) + spread < LEAST:
+            return "no matter"
+        return "worse" if self.worse < ONE_SIDED else "open"
 
     def bound(self, level: float) -> float:
         """Return the upper end of the one-sided interval of the mean."""

@@ -139,6 +139,7 @@ def _layers(view: View, spec: TargetSpec | None, recorded: tuple[int, ...], skip
                 skipped.append(
                     f"aux_layers {shown(ids)} ({words}): the recording has no states {shown(tuple(lacking))}"
                 )
+    skipped.append("aux_layers other than these: all one earlier or later, and the engines' default")
     count = len(layers)
     orders = {"ascending": (), "descending": tuple(range(count))[::-1]}
     if count > 2:

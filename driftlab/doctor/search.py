@@ -5,7 +5,7 @@ what is left is scored on more, then, while the difference may be of either sign
 and the few that do best of these on all. The best reading whose gain is shown, at the level divided by the number of
 readings tried, is taken as soon as it is shown, and the search goes on from there. Most factors are independent, so that
 one mistake shows while another stands; where no single change helps, pairs are tried: of the levels that did best alone, or
-of all where the reading predicts nothing (the 150 whose parts did best).
+of all where the reading predicts nothing (the 60 whose parts did best).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from driftlab.doctor.evidence import LEAST, LEVEL, ONE_SIDED, Contrast, contrast, information, matching
+from driftlab.doctor.evidence import LEAST, LEVEL, Contrast, contrast, information, matching
 from driftlab.doctor.factors import Factors, Level
 from driftlab.doctor.scoring import Bench, Score
 from driftlab.doctor.stored import View
@@ -27,7 +27,7 @@ _BEST_OPEN = 4
 _DULL = 0.5
 """nats of information below which a reading may be hiding what single changes do"""
 _BEST_SINGLES = 4
-_PAIRS = 150
+_PAIRS = 60
 _MOVES = 5
 
 Point = dict[str, Level]
@@ -164,11 +164,11 @@ class Search:
         )
 
     def _unsettled(self, tried: Tried, stage: int) -> bool:
-        """Whether more text may show it to be better: by any amount at first, then by what matters."""
+        """Whether more text may show it to be better, or settle how it stands to the reading held."""
         c = tried.against
         if tried.stage < stage - 1 or c.identical or c.worse < (_FAR if stage == 1 else self.level):
             return False
-        return stage == 1 or c.bound(self.level if stage == 2 else ONE_SIDED) > LEAST
+        return stage == 1 or c.verdict == "open" or c.bound(self.level) > LEAST
 
     def _again(self, here: View, tried: Tried, stage: int) -> Tried:
         return self._measure(stage, here, tried.point, tried.changes) or tried

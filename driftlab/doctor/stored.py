@@ -9,8 +9,9 @@ copies nothing that can be shared.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -53,6 +54,34 @@ class View:
 
 OUTSIDE = tuple(f.name for f in dataclasses.fields(View) if f.name != "config")
 """what a view says that no configuration has a field for"""
+
+
+_ALLOWED: dict[str, tuple[object, ...]] = {
+    "d2t": get_args(D2T),
+    "token_shift": (0, 1, 2),
+    "gap": (-1, 0, 1),
+    "frozen": (False, True),
+    "inputs": get_args(Inputs),
+    "grouping": get_args(Grouping),
+    "final_state": get_args(FinalState),
+}
+
+
+def check_outside(values: Mapping[str, Any], config: DrafterConfig) -> None:
+    """Check what is declared beyond the configuration. Raises DriftlabError for a name or a value that there is not."""
+    if unknown := sorted(set(values) - set(OUTSIDE)):
+        raise DriftlabError(f"declared {unknown}: there are {', '.join(OUTSIDE)}")
+    for name, value in values.items():
+        allowed = _ALLOWED.get(name, ())
+        if allowed and not any(type(value) is type(one) and value == one for one in allowed):
+            raise DriftlabError(f"{name} {value!r}: it is {' or '.join(map(str, allowed))}")
+    if values.get("frozen") and values.get("gap", 0) != 1:
+        raise DriftlabError(
+            f"frozen with gap {values.get('gap', 0)}: drafted tokens that all stand at one place have gap 1"
+        )
+    order, count = values.get("order", ()), len(config.aux_layers)
+    if order and (len(order) != count or set(order) != set(range(count))):
+        raise DriftlabError(f"order {order!r}: the places 0..{count - 1} of the {count} captured states, each once")
 
 
 @dataclass(frozen=True)

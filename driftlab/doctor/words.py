@@ -17,7 +17,11 @@ def diagnosis_words(found: Diagnosis) -> str:
     lines = [_outcome(found), *_how_sure(found)]
     if found.outcome == "another":
         lines += ["", "changes", *(f"  {name}: {before} -> {after}" for name, before, after in found.changes)]
-        lines += ["", "to have it read so", *(f"  {engine}: {words}" for engine, words in found.remedies.items())]
+        lines += [
+            "",
+            "to have it read so (each engine in its own format, which driftlab export writes)",
+            *(f"  {engine}: {words}" for engine, words in found.remedies.items()),
+        ]
     lines += ["", *_table(found)]
     if together := [_named(row) for row in found.together]:
         lines += ["", "one class with the best reading (not ranked)", *(f"  {words}" for words in together)]
@@ -25,6 +29,8 @@ def diagnosis_words(found: Diagnosis) -> str:
     if found.open and found.outcome in ("declared", "another"):
         lines += ["", f"not told on this text: record {found.more_tokens} more answer tokens, if these may be meant"]
         lines += [f"  {_named(row)}" for row in found.open if len(row.changes) == 1]
+    if found.notes:
+        lines += ["", "of the file", *(f"  {words}" for words in found.notes)]
     if found.skipped:
         lines += ["", "not tried", *(f"  {words}" for words in found.skipped)]
     lines += ["", _measured(found)]
@@ -61,6 +67,7 @@ def diagnosis_values(found: Diagnosis) -> dict[str, Any]:
             }
             for row in found.rows
         ],
+        "notes": list(found.notes),
         "not_tried": list(found.skipped),
         "tried": found.tried,
         "prompts": found.prompts,
@@ -72,11 +79,17 @@ def diagnosis_values(found: Diagnosis) -> dict[str, Any]:
 def _outcome(found: Diagnosis) -> str:
     if found.outcome == "too weak":
         return (
-            f"{found.name}: too weak to tell. In no reading tried does it predict this text: {found.information:.3f} nats a "
-            "token more than text from elsewhere. Nothing is said of its conventions"
+            f"{found.name}: too weak to tell. In the best reading tried tau is {found.tau_best.value:.3f}, and the text is "
+            f"predicted by {found.information:.3f} nats a token more than text from elsewhere: untrained, broken, another "
+            "target's, or read wrongly in a way that is not tried. Nothing is said of its conventions"
         )
     if found.outcome == "declared":
         return f"{found.name}: the declared reading is best of the {found.tried} tried"
+    if found.outcome == "more text" and not found.open:
+        return (
+            f"{found.name}: not enough evidence. {found.tokens} answer tokens of {found.prompts} prompts show nothing: record "
+            f"{found.more_tokens} more answer tokens, of more prompts"
+        )
     if found.outcome == "more text":
         return (
             f"{found.name}: not enough evidence. {_named(found.open[0])} looks better than the declared reading, which this "

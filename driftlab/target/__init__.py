@@ -411,7 +411,7 @@ class Target:
         before, _, after = text.partition(mark)
         prefix = tokenize(before, self.tokenizer, special=False)  # with the BOS that recorded prompts begin with
         suffix = self.tokenizer(after, add_special_tokens=False)["input_ids"]
-        if not prefix or not suffix:
+        if not before or not suffix:
             raise DriftlabError("this chat template marks neither where the user's text begins nor where it ends")
         return prefix, suffix
 
