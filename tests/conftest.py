@@ -32,24 +32,15 @@ torch.set_num_threads(1)
 
 #: the files that take longest, longest first: whole files are dealt to the test processes, and the last should be short ones
 LONGEST = (
+    *("test_sampled_replay", "test_fused", "test_aot", "test_doctor", "test_training", "test_ablate", "test_targets"),
+    *("test_speculation", "test_cli_probe", "test_continuous", "test_demo", "test_trees", "test_chain", "test_record"),
     *(
-        "test_training",
-        "test_doctor",
-        "test_fused",
-        "test_cli_probe",
-        "test_aot",
-        "test_demo",
-        "test_ablate",
-        "test_torture",
-    ),
-    *(
-        "test_continuous",
-        "test_sampled_replay",
-        "test_trees",
-        "test_lab_mends",
         "test_replay",
+        "test_interventions",
+        "test_export",
         "test_blocked",
-        "test_chain",
+        "test_interventions_attention",
+        "test_probes",
     ),
 )
 
