@@ -80,6 +80,7 @@ class Diagnosis:
     """adjusted for the readings tried when a change was taken; the largest where there were several changes"""
     tau_declared: Interval
     tau_best: Interval
+    """of the best reading tried, also where nothing is told of it"""
     tau_gain: Interval
     depth: int
     information: float
@@ -223,6 +224,7 @@ def _diagnosis(reading: Reading, search: Search, best: View, around: list[Tried]
     runs = {view: full.simulate(score) for view, score in scores.items()}
     few = told.mean >= WEAK and told.better > LEVEL
     weak = told.mean < WEAK or runs[best].tau < WEAK_TAU
+    tau_best = runs[best].tau_interval()
     if weak or few:  # which of its readings is least bad says nothing of its conventions
         best, around, search.moves = declared, [], []
     against = contrast(held, other)
@@ -245,7 +247,7 @@ def _diagnosis(reading: Reading, search: Search, best: View, around: list[Tried]
         gain=None if best == declared else against.interval(),
         p=max((p for _, p in search.moves), default=float("nan")),
         tau_declared=runs[declared].tau_interval(),
-        tau_best=runs[best].tau_interval(),
+        tau_best=tau_best,
         tau_gain=difference(runs[best], runs[declared]),
         depth=full.depth,
         information=told.mean,

@@ -133,7 +133,7 @@ class Search:
 
     def _step(self, around: list[Tried]) -> Tried | None:
         """Return the best change whose gain is shown."""
-        shown = [t for t in around if t.against.mean >= LEAST and t.against.better < self.level and t.matches.mean >= 0]
+        shown = [t for t in around if t.against.mean >= LEAST and t.against.better < self.level and t.matches.mean > 0]
         return max(shown, key=lambda tried: tried.against.mean, default=None)
 
     def _try(self, point: Point, changes: list[tuple[Level, ...]]) -> list[Tried]:
