@@ -107,7 +107,7 @@ def test_what_is_found_is_said_while_something_else_is_open(files, recording):
 
 def test_of_random_weights_nothing_is_told(files, recording):
     """Not even where the search has found a reading that is less bad: none of it is said, to a program either."""
-    found = diagnosed(files / "random", recording, sizes=((24, 12),))
+    found = diagnosed(files / "random", recording, sizes=((16, 8),))
     assert found.outcome == "too weak"
     assert abs(found.information) < 0.1
     assert found.best == found.declared
@@ -328,6 +328,6 @@ def test_what_is_declared_beyond_the_configuration_is_checked(files, recording, 
 def test_depths_are_checked_and_answers_are_cut_behind_them(files, recording):
     with pytest.raises(DriftlabError, match="depth 0: .* 1 or more"):
         diagnosed(files / "eagle31", recording, depth=0)
-    found = diagnosed(files / "eagle31", recording, depth=8, sizes=((6, 4), (8, 4)), norm_output=False)
+    found = diagnosed(files / "eagle31", recording, depth=8, sizes=((4, 4), (5, 4)), norm_output=False)
     assert found.depth == 8
     assert all(len(row.by_depth) == 8 for row in found.rows)
