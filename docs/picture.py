@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # paper_figs is not installed
 
-from driftlab.plotting import save_panel, theme  # noqa: E402
-from paper_figs import style  # noqa: E402
+from driftlab.plotting import save_panel, theme  # noqa: E402 (found by the path set above)
+from paper_figs import style  # noqa: E402 (found by the path set above)
 
 TTT = 4
 PANELS = {"match": "text-fed match", "rms_feedback": "RMS of the feedback"}

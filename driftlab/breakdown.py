@@ -9,7 +9,7 @@ none (sgl-project/sglang#6783), which the mean over all contexts hides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -241,3 +241,67 @@ def _refuse_unlike(a: Any, b: Any, drafts: tuple[Draft, Draft], data: Trajectory
 
 def _tokens(data: Trajectory | Sequence[Tensor], index: int) -> Tensor:
     return data.tokens(index) if isinstance(data, Trajectory) else data[index]
+
+
+# ---------------------------------------------------------------------------------------------- by prompt length
+
+
+def by_prompt_length(
+    rows: pd.DataFrame,
+    lengths: Mapping[str, int],
+    edges: Sequence[int],
+    *,
+    trained_length: int = 0,
+    samples: int = 2000,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Pool rows of prompts by the length of the prompt.
+
+    Args:
+        rows: tidy rows with ``prompt``, ``quantity``, ``value``, ``n``; values are ratios over ``n``. Of ``emitted`` rows,
+            which hold tokens over rounds, tau is made. Rows without a prompt, and ``rounds``, are left out.
+        lengths: tokens of each prompt.
+        edges: first length of each bucket, ascending, and one past the last; prompts outside are left out.
+        trained_length: longest sequence that the drafter was trained on, in tokens (0: unknown). It becomes an edge, and
+            longer prompts are marked. (A shorter prompt's answer may still reach beyond: see ``breakdown.buckets``.)
+        samples: of the bootstraps.
+        seed: of the bootstraps.
+
+    Returns:
+        Columns ``quantity``, ``layer``, ``head``, ``depth``, ``window`` (those that ``rows`` has), ``begin``, ``end``
+        (inclusive), ``beyond_trained``, ``value``, ``low``, ``high`` (95 %), ``n``, ``prompts``.
+
+    Raises:
+        DriftlabError: a prompt without a length, edges that do not ascend.
+    """
+    edges = list(edges)
+    if len(edges) < 2 or any(low >= high for low, high in zip(edges, edges[1:], strict=False)):
+        raise DriftlabError(f"edges {edges}: give at least two, ascending")
+    if trained_length and edges[0] < trained_length + 1 < edges[-1]:
+        edges = sorted({*edges, trained_length + 1})
+    rows = rows[(rows["prompt"] != "") & (rows["quantity"] != "rounds") & rows["value"].notna() & (rows["n"] > 0)]
+    if lacking := sorted(set(rows["prompt"]) - set(lengths)):
+        raise DriftlabError(f"no length is known of prompt {lacking[0]!r}")
+    emitted = rows["quantity"] == "emitted"
+    total = rows["value"].where(emitted, rows["value"] * rows["n"])
+    length = rows["prompt"].map(lengths)
+    rows = rows.assign(quantity=rows["quantity"].where(~emitted, "tau"), total=total, length=length)
+    keys = ["quantity", *(name for name in ("layer", "head", "depth", "window") if name in rows.columns)]
+    lines = []
+    for place, group in rows.groupby(keys, sort=True):
+        for begin, past in zip(edges, edges[1:], strict=False):
+            inside = group[(group["length"] >= begin) & (group["length"] < past)]
+            if inside.empty:
+                continue
+            by_prompt = inside.groupby("prompt", sort=False)[["total", "n"]].sum()
+            found = bootstrap_ratio(by_prompt["total"], by_prompt["n"], samples=samples, seed=seed)
+            found = found.within(*limits(str(place[0])))
+            bucket = {
+                "begin": begin,
+                "end": past - 1,
+                "beyond_trained": bool(trained_length) and begin > trained_length,
+            }
+            numbers = {**found._asdict(), "n": float(by_prompt["n"].sum()), "prompts": len(by_prompt)}
+            lines.append({**dict(zip(keys, place, strict=True)), **bucket, **numbers})
+    columns = [*keys, "begin", "end", "beyond_trained", "value", "low", "high", "n", "prompts"]
+    return pd.DataFrame(lines, columns=columns)

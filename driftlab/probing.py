@@ -23,12 +23,13 @@ from driftlab.drift import Recorder, Verdict, drift_rows, verdict
 from driftlab.errors import DriftlabError
 from driftlab.interventions import Intervention, PinReport, intervened, key_of, parse_intervention
 from driftlab.measure import MIXED, drafter_sink, probe_rows, replay_rows, settings
+from driftlab.perplexity import text_records
 from driftlab.perturbations import Perturbation, applicable
 from driftlab.progress import Progress, silent
 from driftlab.prompts import Prompt
 from driftlab.results import as_rows, combine
 from driftlab.simulation import Simulation
-from driftlab.stability import Stability, stability, text_records
+from driftlab.stability import Stability, stability
 from driftlab.trajectory import Trajectory
 
 VARIES = (*MIXED, "intervention", "template", "depth_max", "ttt", "dtype")

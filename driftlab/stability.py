@@ -1,4 +1,4 @@
-r"""Stability under perturbation, as numbers, and what the target's own text says beside it.
+r"""Stability under perturbation, as numbers.
 
 With tau_i the tau of one drafter under input i of a set, tau_0 under the plain one, pooled over the same prompts, those that
 have a complete round under every input (a text that ends at once has none),
@@ -10,12 +10,6 @@ what the prompts have in common cancels; the texts differ, since the target answ
 best input stay those of the sample in every resample. They were chosen by their numbers: of inputs that are really alike the
 smallest tau lies below the common one, and the spread, though really 0, is above 0 with its whole interval. ``selection`` says
 by how much a smallest tau falls when prompts are drawn again, and ``spread_null`` how large a spread chance alone makes.
-
-A text that the target itself finds unlikely, or that goes in circles, is a broken text, not a broken drafter:
-
-    perplexity = exp( - sum log p(x_t | x_<t) / sum 1 ),    p = softmax of the target's logits: temperature 1, nothing cut,
-
-over all answer tokens, EOS included; repetition is that of :mod:`driftlab.breakdown` (``repeated_ngrams`` is 1 - distinct-n).
 """
 
 from __future__ import annotations
@@ -27,59 +21,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from driftlab.breakdown import repetition_records
 from driftlab.errors import DriftlabError
 from driftlab.intervals import Interval, bootstrap_ratio, limits, percentile_interval
 from driftlab.simulation import Expected, Simulation
-from driftlab.trajectory import Trajectory
-
-# ---------------------------------------------------------------------------------------------- the text
-
-
-def text_nll(
-    last_hidden: Float[Tensor, "pos d_target"],
-    lse: Float[Tensor, " pos"],
-    tokens: Int[Tensor, " pos"],
-    prompt_length: int,
-    lm_head: Float[Tensor, "vocab d_target"],
-) -> Float[Tensor, " row"]:
-    """Return -log p of each answer token in nats, float64, unprocessed (temperature 1, no cut), whatever chose the tokens.
-
-    Args:
-        last_hidden: the target's states after its final norm.
-        lse: log-sum-exp of the target's logits at the answer rows.
-        tokens: prompt and answer.
-        prompt_length: tokens of the prompt, at least 1.
-        lm_head: the target's head.
-    """
-    rows = slice(prompt_length - 1, len(tokens) - 1)
-    logits = (last_hidden[rows].double() * lm_head[tokens[prompt_length:]].double()).sum(-1)
-    return (lse[rows].double() - logits).clamp(min=0)  # a probability above 1 is rounding
-
-
-def text_records(trajectory: Trajectory, *, samples: int = 2000, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield tidy rows of a recording's text: per prompt ``nll`` (nats a token) and the repetition; the pooled ``perplexity``.
-
-    ``n`` counts tokens. The interval of the perplexity resamples prompts.
-    """
-    head = trajectory.head.lm_head
-    sums, counts = [], []
-    for entry, one in zip(trajectory.entries, trajectory, strict=True):
-        nll = text_nll(one.last_hidden, one.lse, one.tokens, one.prompt_length, head)
-        sums.append(float(nll.sum()))
-        counts.append(len(nll))
-        at = {"prompt": entry.id, "category": entry.category}
-        yield {**at, "quantity": "nll", "value": sums[-1] / counts[-1], "n": counts[-1]}
-    yield from repetition_records(trajectory)
-    pooled = bootstrap_ratio(sums, counts, samples=samples, seed=seed).within(0, np.inf)
-    value, low, high = (float(end) for end in np.exp(pooled))  # a monotone function of the ratio keeps its interval
-    yield {"prompt": "", "quantity": "perplexity", "value": value, "low": low, "high": high, "n": sum(counts)}
-
-
-# ---------------------------------------------------------------------------------------------- stability
 
 #: statistic of the taus of a set [... input] and the places of plain, worst and best input
 _STATISTICS: dict[str, Callable[[np.ndarray, int, int, int], np.ndarray]] = {
@@ -333,67 +278,3 @@ def _mean_of_others(tau: np.ndarray, plain: int) -> np.ndarray | np.floating:
     """NaN where no other is left."""
     others = tau.shape[-1] - 1
     return np.delete(tau, plain, axis=-1).sum(-1) / (others or np.nan)
-
-
-# ---------------------------------------------------------------------------------------------- by prompt length
-
-
-def by_prompt_length(
-    rows: pd.DataFrame,
-    lengths: Mapping[str, int],
-    edges: Sequence[int],
-    *,
-    trained_length: int = 0,
-    samples: int = 2000,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """Pool rows of prompts by the length of the prompt.
-
-    Args:
-        rows: tidy rows with ``prompt``, ``quantity``, ``value``, ``n``; values are ratios over ``n``. Of ``emitted`` rows,
-            which hold tokens over rounds, tau is made. Rows without a prompt, and ``rounds``, are left out.
-        lengths: tokens of each prompt.
-        edges: first length of each bucket, ascending, and one past the last; prompts outside are left out.
-        trained_length: longest sequence that the drafter was trained on, in tokens (0: unknown). It becomes an edge, and
-            longer prompts are marked. (A shorter prompt's answer may still reach beyond: see ``breakdown.buckets``.)
-        samples: of the bootstraps.
-        seed: of the bootstraps.
-
-    Returns:
-        Columns ``quantity``, ``layer``, ``head``, ``depth``, ``window`` (those that ``rows`` has), ``begin``, ``end``
-        (inclusive), ``beyond_trained``, ``value``, ``low``, ``high`` (95 %), ``n``, ``prompts``.
-
-    Raises:
-        DriftlabError: a prompt without a length, edges that do not ascend.
-    """
-    edges = list(edges)
-    if len(edges) < 2 or any(low >= high for low, high in zip(edges, edges[1:], strict=False)):
-        raise DriftlabError(f"edges {edges}: give at least two, ascending")
-    if trained_length and edges[0] < trained_length + 1 < edges[-1]:
-        edges = sorted({*edges, trained_length + 1})
-    rows = rows[(rows["prompt"] != "") & (rows["quantity"] != "rounds") & rows["value"].notna() & (rows["n"] > 0)]
-    if lacking := sorted(set(rows["prompt"]) - set(lengths)):
-        raise DriftlabError(f"no length is known of prompt {lacking[0]!r}")
-    emitted = rows["quantity"] == "emitted"
-    total = rows["value"].where(emitted, rows["value"] * rows["n"])
-    length = rows["prompt"].map(lengths)
-    rows = rows.assign(quantity=rows["quantity"].where(~emitted, "tau"), total=total, length=length)
-    keys = ["quantity", *(name for name in ("layer", "head", "depth", "window") if name in rows.columns)]
-    lines = []
-    for place, group in rows.groupby(keys, sort=True):
-        for begin, past in zip(edges, edges[1:], strict=False):
-            inside = group[(group["length"] >= begin) & (group["length"] < past)]
-            if inside.empty:
-                continue
-            by_prompt = inside.groupby("prompt", sort=False)[["total", "n"]].sum()
-            found = bootstrap_ratio(by_prompt["total"], by_prompt["n"], samples=samples, seed=seed)
-            found = found.within(*limits(str(place[0])))
-            bucket = {
-                "begin": begin,
-                "end": past - 1,
-                "beyond_trained": bool(trained_length) and begin > trained_length,
-            }
-            numbers = {**found._asdict(), "n": float(by_prompt["n"].sum()), "prompts": len(by_prompt)}
-            lines.append({**dict(zip(keys, place, strict=True)), **bucket, **numbers})
-    columns = [*keys, "begin", "end", "beyond_trained", "value", "low", "high", "n", "prompts"]
-    return pd.DataFrame(lines, columns=columns)

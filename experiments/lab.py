@@ -37,10 +37,11 @@ from driftlab.files import atomic, write_json, write_text
 from driftlab.intervals import Interval, percentile_interval
 from driftlab.interventions import PinReport, intervened, parse_intervention
 from driftlab.measure import drafter_sink
+from driftlab.perplexity import text_records
 from driftlab.perturbations import BOS_GRID, Perturbation, applicable
 from driftlab.prompts import Prompt, evenly
 from driftlab.results import provenance
-from driftlab.stability import compare_stability, stability, text_records
+from driftlab.stability import compare_stability, stability
 
 PRE, POST, BOTH = "smollm2-eagle3", "smollm2-norm_output", "smollm2-eagle31"
 TTT2 = ("smollm2-eagle3-ttt2", "smollm2-eagle31-ttt2")

@@ -37,9 +37,9 @@ from driftlab.segments import Starts
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-import format_tensors as formats  # noqa: E402
-from engine_forwards import Attend, Drafted, Engine  # noqa: E402
-from format_folders import FOLDERS  # noqa: E402
+import format_tensors as formats  # noqa: E402 (found by the path set above)
+from engine_forwards import Attend, Drafted, Engine  # noqa: E402 (found by the path set above)
+from format_folders import FOLDERS  # noqa: E402 (found by the path set above)
 
 ORACLES = TESTS / "data" / "oracles"
 BOUND = 1e-5

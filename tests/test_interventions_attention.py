@@ -260,7 +260,7 @@ def test_a_pin_on_the_sink_itself_in_closed_form_is_the_pin_by_bias(monkeypatch)
 
     drafter, batch = drafter_of("GQA"), batch_of()
     by_bias, _ = observed(drafter, ["pin:sink:least=0.001"], batch, 0)
-    monkeypatch.setattr(pins, "_closest", the_sink)
+    monkeypatch.setattr(pins, "closest", the_sink)
     closed, _ = observed(drafter, ["pin:equal:least=0.001"], batch, 0)
     valid = batch.starts.valid
     for depth in range(1, DEPTH + 1):

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from driftlab.acceptance import Acceptance
+from driftlab.breakdown import by_prompt_length
 from driftlab.errors import DriftlabError
+from driftlab.perplexity import text_nll, text_records
 from driftlab.results import as_rows
 from driftlab.simulation import Round, Simulation
-from driftlab.stability import by_prompt_length, compare_stability, stability, text_nll, text_records
+from driftlab.stability import compare_stability, stability
 
 K = 3
 

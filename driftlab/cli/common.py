@@ -73,17 +73,24 @@ _WORDS = {"on": True, "yes": True, "off": False, "no": False, "none": None, "nul
 
 def given_values(said: tuple[str, ...]) -> dict[str, Any]:
     """Read name=value; whether it can be a value of that name is checked where the file is read."""
-    values: dict[str, Any] = {}
-    for word in said:
-        name, equals, value = (part.strip() for part in word.partition("="))
-        if not equals:
-            raise DriftlabError(f"--given {word}: wants name=value")
-        if name in values:
-            raise DriftlabError(f"--given says {name} twice")
-        values[name] = value if name == "revision" else given_value(value)
+    words = named_words("--given", said)
+    values = {name: word if name == "revision" else given_value(word) for name, word in words.items()}
     if values:
         _refuse_unknown(values)
     return values
+
+
+def named_words(option: str, said: tuple[str, ...]) -> dict[str, str]:
+    """Split name=value words. Raises DriftlabError for one without "=", and for a name that comes twice."""
+    words: dict[str, str] = {}
+    for word in said:
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not equals:
+            raise DriftlabError(f"{option} {word}: wants name=value")
+        if name in words:
+            raise DriftlabError(f"{option} says {name} twice")
+        words[name] = value
+    return words
 
 
 def _refuse_unknown(values: dict[str, Any]) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from tyro.conf import Positional
 
-from driftlab.cli.common import DType, check_name, given_value, given_values, load_target, progress_bar
-from driftlab.errors import DriftlabError
+from driftlab.cli.common import DType, check_name, given_value, given_values, load_target, named_words, progress_bar
 
 
 def doctor(
@@ -66,17 +65,10 @@ def doctor(
 
 
 def _declared(said: tuple[str, ...]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for word in said:
-        name, equals, value = (part.strip() for part in word.partition("="))
-        if not equals:
-            raise DriftlabError(f"--declared {word}: wants name=value")
-        if name in values:
-            raise DriftlabError(f"--declared says {name} twice")
-        values[name] = given_value(value)
-        if name == "order":
-            places = values[name] if isinstance(values[name], list) else [values[name]]
-            values[name] = tuple(places)
+    values = {name: given_value(word) for name, word in named_words("--declared", said).items()}
+    if "order" in values:
+        order = values["order"]
+        values["order"] = tuple(order) if isinstance(order, list) else (order,)
     return values
 
 
