@@ -80,6 +80,7 @@ NEUTRAL: dict[str, Any] = {
 }
 #: (fc_norm, norm_output) of the four variants that have a name
 TOGGLES = {"eagle3": (False, False), "fc_norm": (True, False), "norm_output": (False, True), "eagle31": (True, True)}
+_TOGGLE_NAMES = ("fc_norm", "norm_output")
 #: the settings in which two variants of one comparison differ
 VARYING = ("variant", "fc_norm", "norm_output", "drafter")
 
@@ -99,9 +100,14 @@ def as_rows(records: pd.DataFrame | Iterable[Mapping[str, Any]], **settings: Any
         raise DriftlabError(f"column {doubled[0]!r} is both in the records and in the settings: give it once")
     if len(frame) and (lacking := [name for name in REQUIRED if name not in frame.columns]):
         raise DriftlabError(f"rows need the column {lacking[0]!r}; these have {list(frame.columns)}")
-    filled = {name: frame.get(name, pd.Series([settings.get(name)] * len(frame), dtype=object)) for name in COLUMNS}
-    filled |= _toggles(filled)
-    rows = pd.DataFrame({name: _cast(column, name) for name, column in filled.items()}, columns=list(COLUMNS))
+    if frame.columns.intersection(["variant", *_TOGGLE_NAMES]).empty:
+        settings = _named_toggles(settings)
+    else:
+        frame = frame.assign(**_toggles(frame, settings))
+    rows = pd.DataFrame(
+        {name: _cast(frame[name], name) if name in frame else _same(settings, name, len(frame)) for name in COLUMNS},
+        columns=list(COLUMNS),
+    )
     check(rows)
     return rows
 
@@ -173,13 +179,29 @@ def _refuse(frame: pd.DataFrame, wrong: pd.Series, rule: str) -> None:
         raise DriftlabError(f"row {position} ({told}): {rule}")
 
 
-def _toggles(columns: Mapping[str, pd.Series]) -> dict[str, pd.Series]:
-    """Fill absent toggles from the variant's name."""
+def _toggles(frame: pd.DataFrame, settings: Mapping[str, Any]) -> dict[str, pd.Series]:
+    """Both toggles of rows that name their variants: as given, else from the variant's name."""
     filled = {}
-    for place, name in enumerate(("fc_norm", "norm_output")):
-        known = columns["variant"].map({variant: both[place] for variant, both in TOGGLES.items()}).astype(object)
-        filled[name] = columns[name].astype(object).where(columns[name].notna(), known)
+    wanted = ("variant", *_TOGGLE_NAMES)
+    column = {name: frame.get(name, pd.Series([settings.get(name)] * len(frame), dtype=object)) for name in wanted}
+    for place, name in enumerate(_TOGGLE_NAMES):
+        given = column[name]
+        known = column["variant"].map({variant: both[place] for variant, both in TOGGLES.items()}).astype(object)
+        filled[name] = given.astype(object).where(given.notna(), known)
     return filled
+
+
+def _named_toggles(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` with the toggles that follow from the variant's name, where they are not given."""
+    both = TOGGLES.get(settings.get("variant"))
+    known = {} if both is None else dict(zip(_TOGGLE_NAMES, both, strict=True))
+    return {**settings, **{name: value for name, value in known.items() if settings.get(name) is None}}
+
+
+def _same(settings: Mapping[str, Any], name: str, count: int) -> pd.Series:
+    """A column that holds one value: checked and cast once, not once a row."""
+    column = pd.Series([settings.get(name)] * min(count, 1), dtype=object)
+    return _cast(column, name).take(np.zeros(count, dtype=int)).reset_index(drop=True)
 
 
 def _cast(column: pd.Series, name: str) -> pd.Series:
@@ -329,10 +351,13 @@ def _git_state(folder: Path) -> dict[str, Any]:
     try:
         # an installed copy inside another project's ignored .venv is not of that project's commit
         _git(folder, "ls-files", "--error-unmatch", Path(__file__).name)
-        commit = _git(folder, "rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+        head, *changes = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no").splitlines()
+        commit = head.removeprefix("# branch.oid ")
+        if commit != "(initial)":  # a tree without any commit
+            return {"commit": commit, "dirty": any(not line.startswith("#") for line in changes)}
     except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
+        pass
+    return {"commit": None, "dirty": None}
 
 
 def _git(folder: Path, *arguments: str) -> str:

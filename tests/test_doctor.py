@@ -247,6 +247,28 @@ def test_remedies_name_each_engines_key(make_drafter):
     assert "paired" in shift["everywhere"]
 
 
+def test_an_engine_that_cannot_say_the_best_reading_is_told_one_that_no_text_tells_from_it(make_drafter):
+    from driftlab.doctor.remedies import remedies
+    from driftlab.doctor.stored import View
+
+    declared = View(config=make_drafter("eagle31").config)
+
+    def view(**fields):
+        return dataclasses.replace(declared, config=dataclasses.replace(declared.config, **fields))
+
+    best = view(twice_normed=True)
+    plain = remedies(declared, best)
+    assert '"norm_output"' not in plain["vLLM"]
+    together = {"gain 1 + w": view(norm_plus_one=True), "norm_output off": view(norm_output=False)}
+    said = remedies(declared, best, together)
+    for engine in ("vLLM", "SGLang", "TensorRT-LLM"):
+        assert '"norm_output": false (that is norm_output off, one with the best' in said[engine]
+    assert said["driftlab"] == plain["driftlab"] == "--given twice_normed=true"
+    assert "twice" in said["everywhere"]
+    # where the best reading can be said, it is
+    assert remedies(declared, view(rope_theta=5e5), together) == remedies(declared, view(rope_theta=5e5))
+
+
 def test_the_command_says_what_is_wrong(files, recording, monkeypatch, capsys):
     from driftlab import cli
 

@@ -43,6 +43,10 @@ def test_absent_keys_become_neutral_and_the_toggles_follow_from_the_variant():
     assert (row["prompt"], row["category"], row["value"]) == ("", "", 2.0)
     assert math.isnan(row["low"])
     assert math.isnan(row["high"])
+    # records that hold a toggle in part, and a variant that is one setting of all
+    records = [{"quantity": "tau", "value": 2, "fc_norm": True}, {"quantity": "tau", "value": 2, "depth": 1}]
+    assert as_rows(records, variant="eagle31")[["fc_norm", "norm_output"]].to_numpy().all()
+    assert as_rows(records, variant="fc_norm")["fc_norm"].tolist() == [True, True]
 
 
 def test_records_may_differ_in_their_keys_and_none_is_a_missing_value():
@@ -245,6 +249,7 @@ def test_the_commit_is_the_one_of_the_tree_that_tracks_the_package(tmp_path, mon
     monkeypatch.setattr(results, "__file__", str(package / "results.py"))
     assert results.provenance({})["git"] == {"commit": None, "dirty": None}  # a tree, but it does not track the file
     git("add", ".")
+    assert results.provenance({})["git"] == {"commit": None, "dirty": None}  # and no commit yet
     git("-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-qm", "one")
     assert results.provenance({})["git"] == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     (package / "results.py").write_text("2\n")

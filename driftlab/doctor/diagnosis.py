@@ -10,6 +10,7 @@ would have to be recorded to show it; the drafter predicts the text too weakly, 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +31,8 @@ from driftlab.trajectory import Trajectory
 
 Outcome = Literal["declared", "another", "more text", "too weak"]
 
+TOGETHER = ("same", "no matter")
+"""verdicts of a reading that is one with the best"""
 DEPTH = 3
 """deepest depth scored, unless the drafter says that it was trained for fewer"""
 WEAK = 0.1
@@ -107,7 +110,7 @@ class Diagnosis:
     @property
     def together(self) -> tuple[Row, ...]:
         """The readings that are one with the best: with the same scores, or a difference too small to matter."""
-        return tuple(row for row in self.rows if row.verdict in ("same", "no matter"))
+        return tuple(row for row in self.rows if row.verdict in TOGETHER)
 
     def words(self) -> str:
         """Return what a person reads."""
@@ -256,7 +259,7 @@ def _diagnosis(reading: Reading, search: Search, best: View, around: list[Tried]
         if few
         else max((row.more_tokens for row in promising or open_), default=0),
         one_class=() if weak or few else same(best, full.depth),
-        remedies={} if best == declared else remedies(declared, best),
+        remedies={} if best == declared else remedies(declared, best, _together(rows)),
         skipped=(*search.factors.skipped, *search.failed),
         notes=tuple(reading.notes),
         tried=len(search.tried),
@@ -264,6 +267,12 @@ def _diagnosis(reading: Reading, search: Search, best: View, around: list[Tried]
         tokens=told.tokens,
         seconds=time.monotonic() - began,
     )
+
+
+def _together(rows: Sequence[Row]) -> dict[str, View]:
+    """Return the readings that are one with the best, by what they change of it."""
+    one = [row for row in rows if row.verdict in TOGETHER]
+    return {", ".join(f"{factor} {label}" for factor, label in row.changes): row.view for row in one}
 
 
 def _whole(bench: Bench) -> Bench:

@@ -7,6 +7,9 @@ and compared. What no engine has a key for is said as a change of the tensors or
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from driftlab.doctor.factors import fields_of
@@ -40,18 +43,40 @@ _FIELDS_WITHOUT_KEY = {
 }
 
 
-def remedies(declared: View, best: View) -> dict[str, str]:
-    """Return engine to what is to be changed, in words."""
+def remedies(declared: View, best: View, together: Mapping[str, View] | None = None) -> dict[str, str]:
+    """Return engine to what is to be changed, in words.
+
+    ``together``: the readings that are one with the best, by name. Where an engine's keys cannot say the best reading and can
+    say one of these, that one is told: no text tells them apart, and only one of them can be had.
+    """
+    outside = _outside(declared, best)
+    sayable = {name: view for name, view in (together or {}).items() if not _outside(declared, view)}
     said = {"driftlab": _own(declared, best)}
-    for form, engine in ENGINES.items():
-        said[engine] = _engine(declared.config, best.config, form)
-    said["TensorRT-LLM"] = _tensorrt(declared.config, best.config)
-    outside = [words for name, words in _NO_KEY.items() if getattr(declared, name) != getattr(best, name)]
-    changed = fields_of(best.config, declared.config)
-    outside += [words for name, words in _FIELDS_WITHOUT_KEY.items() if name in changed]
+    for engine, keys in _KEYS.items():
+        found = keys(declared.config, best.config)
+        said[engine] = found.words
+        if outside or not found.carried:
+            others = ((name, keys(declared.config, view.config)) for name, view in sayable.items())
+            if other := next(((name, keys) for name, keys in others if keys.carried), None):
+                said[engine] = f"{other[1].words} (that is {other[0]}, one with the best; nothing else is needed)"
     if outside:
         said["everywhere"] = "; ".join(outside)
     return said
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """What to change of a config.json, or why nothing does it."""
+
+    words: str
+    carried: bool
+
+
+def _outside(declared: View, view: View) -> list[str]:
+    """Say what differs and has no key in any engine."""
+    said = [words for name, words in _NO_KEY.items() if getattr(declared, name) != getattr(view, name)]
+    changed = fields_of(view.config, declared.config)
+    return said + [words for name, words in _FIELDS_WITHOUT_KEY.items() if name in changed]
 
 
 def _own(declared: View, best: View) -> str:
@@ -66,27 +91,32 @@ def _word(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
-def _engine(declared: DrafterConfig, best: DrafterConfig, form: Any) -> str:
+def _engine(declared: DrafterConfig, best: DrafterConfig, *, form: Format) -> _Keys:
     if refused := cannot_carry(best, form, _FACTS):
-        few = "; ".join(refused[:2])
-        return f"cannot carry it: {few}"
+        return _Keys(f"cannot carry it: {'; '.join(refused[:2])}", carried=False)
     try:
         before = _flat(settings_of(declared, form, _FACTS, dtype="float32", num_speculative_tokens=3))
         after = _flat(settings_of(best, form, _FACTS, dtype="float32", num_speculative_tokens=3))
     except DriftlabError as error:
-        return f"cannot carry it: {error}"
+        return _Keys(f"cannot carry it: {error}", carried=False)
     changed = [
         f"{_path(path)}: {json.dumps(after[path]) if path in after else 'leave out'}"
         for path in sorted({*before, *after})
         if before.get(path) != after.get(path)
     ]
-    return "config.json " + ", ".join(changed) if changed else "no key says it (see everywhere)"
+    return _in_config(changed)
 
 
-def _tensorrt(declared: DrafterConfig, best: DrafterConfig) -> str:
+def _in_config(changed: Sequence[str]) -> _Keys:
+    if not changed:
+        return _Keys("no key says it (see everywhere)", carried=False)
+    return _Keys("config.json " + ", ".join(changed), carried=True)
+
+
+def _tensorrt(declared: DrafterConfig, best: DrafterConfig) -> _Keys:
     """TensorRT-LLM's keys: layer ids as outputs of layers and norm_before_fc in eagle_config, the others at the top."""
     if best.norm_before_residual:
-        return "cannot carry it: norm_before_residual"
+        return _Keys("cannot carry it: norm_before_residual", carried=False)
     ids = [k - 1 for k in best.aux_layers]
     keys = {
         "aux_layers": f'"eagle_config": {{"eagle_aux_hidden_state_layer_ids": {ids}}}',
@@ -98,8 +128,7 @@ def _tensorrt(declared: DrafterConfig, best: DrafterConfig) -> str:
         "num_attention_heads": f'"num_attention_heads": {best.num_attention_heads}',
         "num_key_value_heads": f'"num_key_value_heads": {best.num_key_value_heads}',
     }
-    changed = [words for name, words in keys.items() if name in fields_of(best, declared)]
-    return "config.json " + ", ".join(changed) if changed else "no key says it (see everywhere)"
+    return _in_config([words for name, words in keys.items() if name in fields_of(best, declared)])
 
 
 def _flat(values: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -110,3 +139,7 @@ def _flat(values: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]
 
 def _path(path: tuple[str, ...]) -> str:
     return '"' + ".".join(path) + '"'
+
+
+_KEYS = {engine: partial(_engine, form=form) for form, engine in ENGINES.items()} | {"TensorRT-LLM": _tensorrt}
+"""engine to what its keys change"""
