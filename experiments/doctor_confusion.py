@@ -4,8 +4,9 @@
 
 A case is a drafter whose true reading is known and a declared one that differs from it in one or two factors; honest cases
 declare the truth. The target's answers are recorded once, with the states that neighbouring layer ids name. The drafters:
-those that are shipped, one of them with a head and an embedding of its own, and three small ones trained here (latent
-attention, an MTP head, one norm over the concat with gains of 1 + w). A case is named if the reading found is the true one, or
+those that are shipped, one of them with a head and an embedding of its own, three small ones trained here (latent
+attention, an MTP head, one norm over the concat with gains of 1 + w), and any of yours (``--also``: honest, and ``--draws``
+mistakes of one factor and as many of two, drawn with a fixed seed). A case is named if the reading found is the true one, or
 if the true one stands in the class that the doctor reports as one with it; the table says which. Cases whose row is there are
 skipped.
 """
@@ -70,7 +71,11 @@ class Setup:
     steps: int = 640
     out: Path = Path("runs/doctor")
     only: tuple[str, ...] = ()
-    """drafters whose cases are run; default all"""
+    """drafters whose cases are run; default all, or none beside --also"""
+    also: tuple[Path, ...] = ()
+    """folders of other drafters, whose files are taken to be honest"""
+    draws: int = 2
+    """mistakes drawn of each of these, single ones and pairs"""
     random_weights: bool = True
     """also two drafters of random weights, of which nothing can be told"""
 
@@ -104,18 +109,25 @@ def main(setup: Setup) -> None:
     torch.set_num_threads(1)
     target = Target.load("smollm2", progress=ProgressBar())
     recording = record_for(target, read_checkpoint("smollm2-eagle3").config_for(target), progress=ProgressBar())
-    names = [name for name in dict.fromkeys([*SINGLES, *HONEST]) if name in (setup.only or (*SINGLES, *HONEST))]
+    every = dict.fromkeys([*SINGLES, *HONEST])
+    wanted = setup.only or (() if setup.also else every)
+    names = [name for name in every if name in wanted]
     bases = {name: base(name, setup, target, recording) for name in names}
-    if setup.random_weights and not setup.only:
+    bases |= {path.name: _base(read_checkpoint(path), recording) for path in setup.also}
+    if setup.random_weights and not (setup.only or setup.also):
         bases |= {f"random {kind}": random_base(kind, setup, recording) for kind in ("eagle3", "eagle31")}
-    for case in cases(bases):
+    for case in cases(bases, {path.name: setup.draws for path in setup.also}):
         if case.key not in set(_rows(setup)["case"]):
             _write(setup, run(case, bases[case.base], recording))
     report(setup)
 
 
-def cases(bases: dict[str, Base]) -> Iterator[Case]:
-    """Yield honest files, single mistakes, and pairs of them drawn with a fixed seed, in turn."""
+def cases(bases: dict[str, Base], draws: dict[str, int] | None = None) -> Iterator[Case]:
+    """Yield honest files, single mistakes, and pairs of them drawn with a fixed seed, in turn.
+
+    ``draws``: of drafters that :data:`SINGLES` does not list, how many mistakes of one factor and of two.
+    """
+    draws = draws or {}
     lists = [[Case(name) for name in bases]]
     for name, factors in SINGLES.items():
         if name in bases:
@@ -124,7 +136,12 @@ def cases(bases: dict[str, Base]) -> Iterator[Case]:
             lists.append(
                 [Case(name, (level,)) for f in wanted for level in levels[f][1 : None if factors is None else 2]]
             )
-    for name, count in PAIRS.items():
+    for name, count in draws.items():
+        dice, levels = random.Random(f"singles {name}"), bases[name].factors.levels
+        lists.append(
+            [Case(name, (dice.choice(levels[f][1:]),)) for f in dice.sample(sorted(levels), min(count, len(levels)))]
+        )
+    for name, count in (PAIRS | draws).items():
         if name in bases:
             lists.append(_pairs(name, bases[name].factors, count))
     for place in range(max((len(each) for each in lists), default=0)):

@@ -6,6 +6,7 @@
     pin, lab_depth
     attention_map                 attention_map.csv of ``python -m paper_figs.attention_map``
     doctor_confusion              confusion.csv of ``python experiments/doctor_confusion.py``
+    study                         cells of ``python experiments/ablate.py``
     kernels                       aot_*.txt, the kernels' compile reports
     published, throughput         experiments/data/ of this repository (no run)
 
@@ -25,6 +26,7 @@ from driftlab.errors import DriftlabError
 from driftlab.files import atomic
 from driftlab.plotting import caption, curve
 from driftlab.results import read_rows
+from paper_figs.study import study as study_table
 from paper_figs.style import COMMAND, Table
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
@@ -221,6 +223,14 @@ def attention_map(run: Path) -> Table:
     return _copied(run, "attention_map", columns, "python -m paper_figs.attention_map")
 
 
+def study(run: Path) -> Table:
+    """Trainings of the study: see :mod:`paper_figs.study`."""
+    try:
+        return study_table(run)
+    except DriftlabError as error:
+        raise Missing(f"no cells of python experiments/ablate.py: {error}") from error
+
+
 def doctor_confusion(run: Path) -> Table:
     """Cases of the doctor's experiment, with the kind of mistake and what came of it."""
     path = run / "confusion.csv"
@@ -336,6 +346,7 @@ FROM_RUN: Mapping[str, Callable[[Path], Table]] = {
     "lab_depth": lab_depth,
     "attention_map": attention_map,
     "doctor_confusion": doctor_confusion,
+    "study": study,
     "kernels": kernels,
 }
 FROM_REPOSITORY: Mapping[str, Callable[[], Table]] = {"published": published, "throughput": throughput}

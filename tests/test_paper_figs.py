@@ -260,6 +260,24 @@ def check_lab_depth(axes, read):
         holds_line(axes[1], f"_null {style.short(drafter)}", rows, band=False)
 
 
+def check_study(axes, read):
+    frame, (state, depth, tau) = read["study"], axes
+    four = of(frame, ttt=4)
+    for drafter, rows in of(four, quantity="rms_feedback").groupby("drafter"):
+        holds_line(state, drafter, rows.groupby("depth", as_index=False)["value"].mean(), band=False)
+        np.testing.assert_allclose(np.sort(lines(state)[f"_{drafter}"][1]), np.sort(rows["value"]))
+    for (drafter, ttt), rows in of(frame, quantity="match", seed=0).groupby(["drafter", "ttt"]):
+        if drafter in ("eagle3", "eagle31"):
+            holds_line(depth, f"{drafter}, TTT {ttt}", rows, band=False)
+    names = [text.get_text() for text in tau.get_yticklabels()]
+    for drafter, rows in of(four, quantity="tau").groupby("drafter"):
+        values, places = lines(tau)[drafter]
+        np.testing.assert_allclose(values, rows["value"])
+        assert {names[round(place)] for place in places} == {drafter}
+        ends = next(one for one in tau.collections if one.get_label() == f"_{drafter}")
+        np.testing.assert_allclose([segment[:, 0] for segment in ends.get_segments()], rows[["low", "high"]])
+
+
 def check(name, data):
     figure, axes, read = drawn(name, data)
     globals()[f"check_{name.removeprefix('fig_')}"](axes, read)
@@ -386,6 +404,65 @@ def own_rows(folder, *, windows=(8,), quantities=("match",), intervention=""):
     return folder
 
 
+def test_the_study_is_pooled_over_prompts_and_holds_plain_trainings_alone(tmp_path):
+    """Cells as the study leaves them: two trainings, one measured under an intervention as well."""
+    from dataclasses import dataclass
+
+    from driftlab.ablation import Cell, ablate
+
+    @dataclass(frozen=True, kw_only=True)
+    class Trained(Cell):
+        variant: str
+        seed: int
+        intervention: str = ""
+        gate: bool = False
+        ttt: int = 4
+        qk_norm: bool = False
+        norm_before_fc: bool = False
+        loss: str = "soft_ce"
+        aux_layers: tuple[int, ...] = ()
+        conversations: int = 0
+        perturbation: str = "chat"
+        window: int = 0
+        steps: int = 600
+        depth: int = 8
+
+    def made(cell):
+        shift = cell.seed + 10 * bool(cell.intervention)
+        numbers = {"rms_feedback": 5.0, "mass_sink": 0.1, "recent": 0.2, "entropy": 1.0, "match": 0.4}
+        records = [
+            {"prompt": p, "category": "held-out", "quantity": q, "depth": k, "value": x * k + shift + place, "n": 1.0 + place}
+            for q, x in numbers.items() for k in (1, 2) for place, p in enumerate("ab")
+        ]  # fmt: skip
+        records.append(
+            {"category": "held-out", "quantity": "tau", "value": 1.5 + shift, "low": 1.0, "high": 2.0 + shift}
+        )
+        settings = {
+            "template": "chat",
+            "feed": "text",
+            "target": "T",
+            "depth_max": 8,
+            "intervention": cell.intervention,
+        }
+        return as_rows(records, variant=cell.variant, drafter=cell.variant, **settings)
+
+    cells = [Trained(variant="eagle3", seed=s) for s in (0, 1)]
+    ablate([*cells, Trained(variant="eagle3", seed=0, intervention="sink:drop")], made, out=tmp_path / "cells")
+    (tmp_path / "data").mkdir()
+    table = tables.study(tmp_path / "cells")
+    tables.write(table, tmp_path / "data" / "study.csv")
+    assert len(table.frame) == 2 * (1 + 5 * 2)
+    one = of(table.frame, quantity="rms_feedback", seed=1, depth=2)
+    assert (one["value"].item(), one["n"].item()) == (pytest.approx((1 * 11 + 2 * 12) / 3), 3)
+    assert of(table.frame, quantity="tau", seed=1)["high"].item() == 3
+    figure = check("fig_study", tmp_path / "data")
+    words = " ".join(figure._supxlabel.get_text().split())
+    assert "600 training steps" in words
+    assert words.endswith("n = 2")
+    with pytest.raises(tables.Missing, match="no cells"):
+        tables.study(tmp_path / "data")
+
+
 LAB_FIGURES = ("fig_noise", "fig_templates", "fig_windows", "fig_pin", "fig_lab_depth")
 
 
@@ -398,7 +475,9 @@ def written(run, data):
 def test_figures_of_a_lab_run_hold_its_numbers(tmp_path):
     run = lab_run(tmp_path / "run")
     why = written(run, tmp_path / "data")
-    assert set(why) == {"demo_curves", "estimator_bias", "survivors", "attention_map", "doctor_confusion", "kernels"}
+    assert set(why) == {
+        *("demo_curves", "estimator_bias", "survivors", "attention_map", "doctor_confusion", "kernels", "study")
+    }
     for name in LAB_FIGURES:
         figure = check(name, tmp_path / "data")
         assert "7 prompts" in figure._supxlabel.get_text() or name == "fig_windows"
