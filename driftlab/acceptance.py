@@ -13,7 +13,8 @@ A start at row t drafts tokens t + 2, t + 3, ...; depth k is comparable while t 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ from driftlab.rules import RULES, SAMPLED_RULES, given_text
 from driftlab.sampling import Sampling
 from driftlab.trajectory import Trajectory
 from driftlab.trees import SampledTree, Tree, TreeDraft
+
+_BLOCK_BYTES = 16 * 2**20
+_NODES = ("tokens", "parents", "depths", "rows", "valid")
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Acceptance:
         Integers for arg-max drafts, expectations (float64) for sampled ones.
         """
         if self.sampled is None:
-            return self.match.long().cumprod(-1).sum(-1)
+            return self.match.cumprod(-1, dtype=torch.uint8).sum(-1)
         return self.probability.cumprod(-1).sum(-1)
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -132,15 +136,6 @@ def accept(
         raise DriftlabError(
             "the draft was made for other texts than this recording's, though the prompts have the same names"
         )
-    longest = max(lengths)
-    tokens = torch.full((len(ids), longest + draft.depth + 2), -1, dtype=torch.long)
-    for index, text in enumerate(texts):
-        tokens[index, : len(text)] = text
-    offsets = torch.arange(2, draft.depth + 2)
-    positions = draft.rows[..., None] + offsets
-    actual = tokens.gather(1, positions.flatten(1)).view(positions.shape)
-    last = torch.tensor(lengths)[:, None] - 1
-    valid = draft.valid[..., None] & (positions <= last[..., None])
     if not torch.equal(draft.rows[:, 0], torch.tensor(prompts) - 1):
         raise DriftlabError("the draft's first rows are not the answers' first rows: replay needs every answer row")
     tree = draft.tree if isinstance(draft, TreeDraft) else None
@@ -149,11 +144,9 @@ def accept(
             f'rule {rule!r}: a tree\'s children are not drawn by chance; they are accepted by rule="argmax". For children that '
             "are: SampledTree and accept_siblings in driftlab.siblings"
         )
-    if tree is None:
-        match = (draft.tokens == actual) & valid
-    else:
-        match = (torch.arange(draft.depth) < draft.accept_length(actual)[..., None]) & valid
+    match, valid = _compared(draft, texts)
     sampled = None if drafting is None else _sampled(draft, data, rule, drafting, valid)
+    last = torch.tensor(lengths)[:, None] - 1
     return Acceptance(
         match=match,
         valid=valid,
@@ -248,6 +241,33 @@ def _refuse_other_settings(data: Trajectory | Batch, asked: dict[str, Any]) -> N
             )
 
 
+def _compared(draft: Draft | TreeDraft, texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Whether each draft is the text, and whether there is a text to compare it with; both [batch start depth]."""
+    match = torch.zeros(*draft.rows.shape, draft.depth, dtype=torch.bool)
+    valid = torch.zeros_like(match)
+    reach, offsets = draft.depth + 2, torch.arange(2, draft.depth + 2)
+    for span in _spans(match):
+        positions = draft.rows[span, :, None] + offsets
+        tokens = torch.full((len(positions), max(len(text) for text in texts[span]) + reach), -1, dtype=torch.long)
+        for row, text in zip(tokens, texts[span], strict=True):
+            row[: len(text)] = text
+        lengths = torch.tensor([len(text) for text in texts[span]])
+        actual = tokens.gather(1, positions.flatten(1)).view(positions.shape)
+        valid[span] = draft.valid[span, :, None] & (positions < lengths[:, None, None])
+        if isinstance(draft, TreeDraft):
+            here = dataclasses.replace(draft, **{name: getattr(draft, name)[span] for name in _NODES})
+            match[span] = (torch.arange(draft.depth) < here.accept_length(actual)[..., None]) & valid[span]
+        else:
+            match[span] = (draft.tokens[span] == actual) & valid[span]
+    return match, valid
+
+
+def _spans(table: Tensor) -> list[slice]:
+    """Runs of sequences whose part of a table [batch start depth] of 8-byte numbers is a block."""
+    size = max(1, _BLOCK_BYTES // (8 * max(1, table[0].numel())))
+    return [slice(first, first + size) for first in range(0, len(table), size)]
+
+
 def _sampled(draft: Draft, data: Trajectory, rule: str, drafting: Sampling, valid: Tensor) -> Tensor:
     """Probability of accepting the text's tokens, [batch start depth]; float64, 0 where there is none."""
     if draft.logits is None:
@@ -255,21 +275,25 @@ def _sampled(draft: Draft, data: Trajectory, rule: str, drafting: Sampling, vali
             f'rule="{rule}" needs draft logits: all_starts(drafter, trajectory, depth, '
             f"temperatures=({drafting.temperature},))"
         )
-    q = draft.logits.q(drafting)
-    p = torch.ones(len(data), draft.rows.shape[1] + draft.depth + 1, dtype=torch.float64)
-    for index, row in enumerate(text_probabilities(data)):
-        p[index, : len(row)] = row
     # start j at depth k is judged by row P - 1 + j + k
     place = torch.arange(draft.rows.shape[1])[:, None] + torch.arange(1, draft.depth + 1)
-    chance = given_text(rule, q, p[:, place])
-    bad = valid & ~chance.isfinite()
-    if bool(bad.any()):
-        i, start, depth = bad.nonzero()[0].tolist()
-        raise DriftlabError(
-            f"the draft's probability of the text is not finite: sequence {draft.ids[i]!r}, row {int(draft.rows[i, start])}, "
-            f"depth {depth + 1}. Half-precision logits overflow: draft in float32"
-        )
-    return chance.masked_fill(~valid, 0)
+    known, accepted = text_probabilities(data), torch.zeros(valid.shape, dtype=torch.float64)
+    for span in _spans(draft.logits.top.flatten(2)):
+        q = draft.logits.map(lambda x, span=span: x[span]).q(drafting)
+        p = torch.ones(len(q), draft.rows.shape[1] + draft.depth + 1, dtype=torch.float64)
+        for row, there in zip(p, known[span], strict=True):
+            row[: len(there)] = there
+        chance = given_text(rule, q, p[:, place])
+        bad = valid[span] & ~chance.isfinite()
+        if bool(bad.any()):
+            i, start, depth = bad.nonzero()[0].tolist()
+            i += span.start
+            raise DriftlabError(
+                f"the draft's probability of the text is not finite: sequence {draft.ids[i]!r}, row "
+                f"{int(draft.rows[i, start])}, depth {depth + 1}. Half-precision logits overflow: draft in float32"
+            )
+        accepted[span] = chance.masked_fill(~valid[span], 0)
+    return accepted
 
 
 def _texts(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,16 +22,19 @@ from torch import Tensor
 from driftlab.drafter import Drafter, DraftState
 from driftlab.drafter.blocks import LayerKV
 from driftlab.errors import DriftlabError
+from driftlab.footprint import draft_bytes, refuse_beyond
 from driftlab.fused import FusedChain, not_finite
 from driftlab.kernels.backend import say_torch, wants_triton
 from driftlab.progress import Progress, silent
 from driftlab.recorded import Batch
 from driftlab.sampling import Sampling, draw
 from driftlab.segments import Starts, context_segments
+from driftlab.stacking import Stack
 from driftlab.trajectory import Trajectory
 
 Feed = Literal["text", "own"]
 LOGIT_BLOCK_BYTES = 64 * 2**20
+_LOGITS = ("text", "top", "lse")
 TIES = 8
 """ranks kept beyond those asked for, to see which logits are equal to the last one"""
 
@@ -237,6 +241,10 @@ def all_starts(
         backend: "auto" (the Triton attention kernel on CUDA), "torch", "triton"; default what ``drafter.using`` has set,
             else "auto". Results do not depend on it beyond rounding.
         progress: called with ("drafting", done, sequences x K), before the first depth of all and after each depth of a batch.
+
+    Raises:
+        DriftlabError: drafter and data do not fit, no sequence, settings that cannot be kept, a state that is not finite, or
+            more than memory can hold, with an estimate.
     """
     check_depth(depth)
     check_fits(drafter, data)
@@ -248,7 +256,8 @@ def all_starts(
             f'temperatures {list(temperatures)} (above 0) with top {top} (at least 1) are kept along the text: feed="text"'
         )
     device, dtype = drafter.device, drafter.dtype
-    drafts = []
+    stack, ids, digests = Stack(len(data), most_starts(data)), [], []
+    _refuse_too_large(drafter, data, depth, top if temperatures else 0, len(temperatures))
     done, total = 0, depth * len(data)
     progress("drafting", done, total)
     for batch in [data] if isinstance(data, Batch) else data.batches(max_tokens):
@@ -263,14 +272,43 @@ def all_starts(
                 done += len(batch)
                 progress("drafting", done, total)
         starts = batch.starts
-        digests = tuple(text_digest(row[:n]) for row, n in zip(batch.tokens.cpu(), batch.lengths.tolist(), strict=True))
-        drafted = torch.stack(tokens, -1).cpu()
-        logits = None
-        if kept:
-            parts = [torch.stack(part, 2).cpu() for part in zip(*kept, strict=True)]
-            logits = DraftLogits(*parts, tuple(float(t) for t in temperatures), drafter.config.draft_vocab_size)
-        drafts.append(Draft(drafted, starts.rows.cpu(), starts.valid.cpu(), batch.ids, feed, digests, logits))
-    return _joined(drafts)
+        ids += batch.ids
+        digests += [text_digest(row[:n]) for row, n in zip(batch.tokens.cpu(), batch.lengths.tolist(), strict=True)]
+        parts = {"tokens": torch.stack(tokens, -1), "rows": starts.rows, "valid": starts.valid}
+        parts |= {name: torch.stack(part, 2) for name, part in zip(_LOGITS, zip(*kept, strict=True), strict=bool(kept))}
+        stack.add(parts, dict.fromkeys(_LOGITS, math.nan))
+    tables = stack.whole()
+    logits = None
+    if temperatures:
+        held = (tables.pop(name) for name in _LOGITS)
+        logits = DraftLogits(*held, tuple(float(t) for t in temperatures), drafter.config.draft_vocab_size)
+    return Draft(**tables, ids=tuple(ids), feed=feed, digests=tuple(digests), logits=logits)
+
+
+def _refuse_too_large(drafter: Drafter, data: Trajectory | Batch, depth: int, top: int, temperatures: int) -> None:
+    """Raise DriftlabError if what is drafted, or one sequence's own keys, cannot be held."""
+    config, starts = drafter.config, most_starts(data)
+    ranks = min(top + TIES, config.draft_vocab_size) if temperatures else 0
+    sampled = {"depth": depth, "ranks": ranks, "temperatures": temperatures} if temperatures else {}
+    needed = draft_bytes(len(data), starts, depth, **sampled)
+    what = f"drafting {depth} tokens from up to {starts} rows of {len(data)} sequences"
+    refuse_beyond(
+        needed, what, "draft subset(...)s of the recording one after the other, or fewer depths or ranks (top)"
+    )
+    if config.latent is not None:
+        return
+    keys = 2 * config.num_key_value_heads * config.head_dim * drafter.dtype.itemsize
+    needed = starts * (depth - 1) * config.num_hidden_layers * keys
+    refuse_beyond(
+        needed, f"the keys of chains of {depth} tokens from {starts} rows", "draft fewer depths", drafter.device
+    )
+
+
+def most_starts(data: Trajectory | Batch) -> int:
+    """The most answer rows that one sequence has, at least 1: the length of the start axis."""
+    if isinstance(data, Batch):
+        return max(int((data.lengths - data.prompt_lengths).max()), 1)
+    return max(1, *(entry.length - entry.prompt_length for entry in data.entries))
 
 
 class Chain:
@@ -279,7 +317,8 @@ class Chain:
     Works on a batch of sequences of equal length so far. ``extend`` adds rows made from target states and drafts the
     first token; ``draft`` continues it to depth K on the drafter's own feedback. ``backend``: "torch"; "triton" drafts by the
     fused step kernels, as far as they can honour the drafter and its hooks (where not, a BackendWarning says why); "auto":
-    triton on CUDA; default what ``drafter.using`` has set at each call, else "auto".
+    triton on CUDA; default what ``drafter.using`` has set at each call, else "auto". Warns (UserWarning, once) when the text
+    grows beyond ``drafter.config.trained_length``.
     """
 
     def __init__(
@@ -301,6 +340,7 @@ class Chain:
         self._sinks = tuple(sinks)
         self._context: list[LayerKV] | None = None
         self._state: DraftState | None = None
+        self._told_beyond = False
 
     @torch.no_grad()
     def extend(
@@ -315,6 +355,7 @@ class Chain:
         """
         total = self.rows + tokens.shape[1]
         self._check(tokens, aux, rows, total)
+        self._say_beyond(total + 1)
         rows = torch.full_like(tokens[:, 0], total - 1) if rows is None else rows
         starts = Starts(
             rows=rows[:, None],
@@ -328,6 +369,19 @@ class Chain:
             self._state = self.drafter.first(tokens, aux, starts, self._context, fused)
         self._context = [LayerKV(kv.k, kv.v) for kv in self._state.kv]
         self.rows = total
+
+    def _say_beyond(self, length: int) -> None:
+        """Warn, once a chain, of a text that is longer than any in training. (The same words each time: Python shows one.)"""
+        trained = self.drafter.config.trained_length
+        if self._told_beyond or not 0 < trained < length:
+            return
+        self._told_beyond = True
+        warnings.warn(
+            f"the text grows beyond {trained} tokens, the longest that this drafter was trained on: accept lengths there may "
+            "be lower. Keep prompt and answer within it, train on longer text, or see them by length with buckets(..., "
+            'by="context")',
+            stacklevel=4,
+        )
 
     def _check(self, tokens: Tensor, aux: Tensor, rows: Tensor | None, total: int) -> None:
         batch, config = len(self._prompt_lengths), self.drafter.config
@@ -488,31 +542,3 @@ def read_states(drafter: Drafter, batch: Batch) -> Float[Tensor, "batch pos aux 
     if not held or held == wanted:
         return batch.aux
     return batch.aux[:, :, [held.index(layer) for layer in wanted]]
-
-
-def _joined(drafts: Sequence[Draft]) -> Draft:
-    if len(drafts) == 1:
-        return drafts[0]
-    starts = max(d.rows.shape[1] for d in drafts)
-
-    def joined(parts: Sequence[Tensor], fill: float = 0) -> Tensor:
-        padded = []
-        for part in parts:
-            padding = part.new_full((part.shape[0], starts - part.shape[1], *part.shape[2:]), fill)
-            padded.append(torch.cat([part, padding], 1))
-        return torch.cat(padded)
-
-    logits, first = None, drafts[0].logits
-    if first is not None:
-        names = ("text", "top", "lse")
-        parts = (joined([getattr(d.logits, n) for d in drafts], math.nan) for n in names)
-        logits = DraftLogits(*parts, first.temperatures, first.vocab)
-    return Draft(
-        tokens=joined([d.tokens for d in drafts]),
-        rows=joined([d.rows for d in drafts]),
-        valid=joined([d.valid for d in drafts]),
-        ids=tuple(name for draft in drafts for name in draft.ids),
-        feed=drafts[0].feed,
-        digests=tuple(digest for draft in drafts for digest in draft.digests),
-        logits=logits,
-    )

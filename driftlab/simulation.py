@@ -34,6 +34,7 @@ from driftlab.intervals import Interval, bootstrap_difference, bootstrap_ratio, 
 from driftlab.trees import SampledTree
 
 End = Literal["bonus", "eos", "cut"]
+_BLOCK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -269,13 +270,16 @@ def _expect(acceptance: Acceptance) -> Expected:
     stopped = np.array([finish == "stop" for finish in acceptance.finish])
     if not np.isfinite(probability).all():
         raise DriftlabError("acceptance probabilities are not finite: a prompt would leave tau without a word")
-    v, means, variances = renewal(probability, remaining, stopped)
+    depth, parts = acceptance.depth, []
+    size = max(1, _BLOCK_BYTES // (8 * max(1, probability[0].size)))
+    for first in range(0, len(probability), size):  # what the recursion keeps is many times the probabilities
+        here = slice(first, first + size)
+        parts.append(
+            (*renewal(probability[here], remaining[here], stopped[here]), _emitted(probability[here], remaining[here]))
+        )
+    v, means, variances, emitted = (np.concatenate(part) for part in zip(*parts, strict=True))
     if isinstance(acceptance.tree, SampledTree) and max(acceptance.tree.branching) > 1:
         variances = np.full_like(variances, np.nan)  # they would leave out the noise of the draws
-    # an accepted EOS has no bonus token
-    product, depth = probability.cumprod(-1), acceptance.depth
-    last = np.take_along_axis(product, np.clip(remaining - 1, 0, depth - 1)[..., None], -1)[..., 0]
-    emitted = product.sum(-1) + 1 - np.where(remaining <= depth, last, 0)
     weight = v * ((remaining > 0) & (stopped[:, None] | (remaining > depth)))
     return Expected(
         acceptance=acceptance,
@@ -284,6 +288,13 @@ def _expect(acceptance: Acceptance) -> Expected:
         variances=variances,
         uncensored=(float((weight * emitted).sum()), float(weight.sum())),
     )
+
+
+def _emitted(probability: np.ndarray, remaining: np.ndarray) -> np.ndarray:
+    """Tokens that a round emits in the mean, [prompt start]; an accepted EOS has no bonus token."""
+    product, depth = probability.cumprod(-1), probability.shape[-1]
+    last = np.take_along_axis(product, np.clip(remaining - 1, 0, depth - 1)[..., None], -1)[..., 0]
+    return product.sum(-1) + 1 - np.where(remaining <= depth, last, 0)
 
 
 def _starts(remaining: np.ndarray) -> int:

@@ -28,6 +28,7 @@ from driftlab.draft import all_starts, check_fits, text_at, unroll
 from driftlab.drafter import Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import locked, sweep, write_json, write_text
+from driftlab.footprint import refuse_beyond, training_bytes
 from driftlab.losses import LOSSES, TargetDistribution, draft_loss
 from driftlab.progress import Progress, silent
 from driftlab.recorded import Batch
@@ -128,7 +129,8 @@ def train(
         progress: called with ("training <out's name>", steps done, steps).
 
     Raises:
-        DriftlabError: drafter and recording do not fit, a loss that is not finite, or a state of another training.
+        DriftlabError: drafter and recording do not fit, a step that memory cannot hold, a loss that is not finite, or a state
+            of another training.
     """
     config, out = config or TrainConfig(), Path(out)
     for data in (trajectory, *([] if held_out is None else [held_out])):
@@ -139,6 +141,7 @@ def train(
         _refuse_shared(trajectory, held_out)
     if (out / "trajectory.json").exists():
         raise DriftlabError(f"{out} holds a recording: give the drafter a folder of its own")
+    _refuse_too_large(drafter, trajectory, config)
     run = _Run(drafter, trajectory, config, held_out)
     with locked(out / "training"):
         sweep(out)
@@ -166,6 +169,34 @@ def train(
         drafter.trained_for = {"label": trajectory.spec.label, "fingerprint": trajectory.spec.fingerprint}
         drafter.save(out)
     return drafter
+
+
+def _refuse_too_large(drafter: Drafter, trajectory: Trajectory, config: TrainConfig) -> None:
+    """Raise DriftlabError if a step on the longest sequence, with as many beside it as a micro-batch has, cannot be held."""
+    shapes, size = drafter.config, min(config.batch_size, len(trajectory))
+    longest = max(trajectory.entries, key=lambda entry: entry.length)
+    starts = longest.length - longest.prompt_length
+    narrow = config.autocast == "bfloat16" or (config.autocast == "auto" and uses_bfloat16(drafter.device))
+    needed = training_bytes(
+        weights=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+        tokens=size * longest.length,
+        states=len(trajectory.aux_layers) + 1,
+        target_width=trajectory.spec.hidden_size,
+        starts=size * starts,
+        layers=shapes.num_hidden_layers,
+        width=shapes.hidden_size,
+        inner=0 if shapes.experts else shapes.intermediate_size,
+        depth=config.ttt,
+        stride=config.stride,
+        itemsize=drafter.dtype.itemsize,
+        computed=2 if narrow else drafter.dtype.itemsize,
+    )
+    refuse_beyond(
+        needed,
+        f"training on {size} sequences of up to {longest.length} tokens at once, {config.ttt} deep,",
+        "lower batch_size (and raise accumulate), ttt, or raise stride; or leave the longest sequences out",
+        drafter.device,
+    )
 
 
 def _refuse_shared(trajectory: Trajectory, held_out: Trajectory) -> None:

@@ -19,18 +19,28 @@ samples: trying them one after the other, each with its probability in what is l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from driftlab.draft import LOGIT_BLOCK_BYTES, Chain, check_depth, check_finite, check_fits, read_states, text_digest
+from driftlab.draft import (
+    LOGIT_BLOCK_BYTES,
+    Chain,
+    check_depth,
+    check_finite,
+    check_fits,
+    most_starts,
+    read_states,
+    text_digest,
+)
 from driftlab.drafter import Drafter, DraftState
 from driftlab.errors import DriftlabError
+from driftlab.footprint import draft_bytes, refuse_beyond
 from driftlab.progress import Progress, silent
 from driftlab.recorded import Batch
+from driftlab.stacking import Stack
 from driftlab.trajectory import Trajectory
 
 
@@ -195,19 +205,26 @@ def tree_all_starts(
     if not len(data):
         raise DriftlabError("there is no sequence to draft for")
     device, dtype = drafter.device, drafter.dtype
-    parts: list[TreeDraft] = []
+    _refuse_sampled(tree)
+    nodes = len(tree.paths) if isinstance(tree, StaticTree) else tree.size(drafter.config.draft_vocab_size)
+    most = most_starts(data)
+    refuse_beyond(
+        draft_bytes(len(data), most, 3 * nodes),
+        f"drafting trees of {nodes} nodes from up to {most} rows of {len(data)} sequences",
+        "draft subset(...)s of the recording one after the other, or smaller trees",
+    )
+    stack, ids, digests = Stack(len(data), most), [], []
     for batch in [data] if isinstance(data, Batch) else data.batches(max_tokens):
         batch = batch.to(device, dtype)
         starts = batch.starts
         drafter.hook_starts(starts, 0)
         state = drafter.first(batch.tokens[:, 1:], read_states(drafter, batch)[:, :-1], starts)
-        tokens, parents, depths = (x.cpu() for x in grow(drafter, state, tree))
-        digests = tuple(text_digest(row[:n]) for row, n in zip(batch.tokens.cpu(), batch.lengths.tolist(), strict=True))
-        parts.append(
-            TreeDraft(tokens, parents, depths, starts.rows.cpu(), starts.valid.cpu(), batch.ids, tree, digests)
-        )
-        progress("drafting trees", sum(len(part.ids) for part in parts), len(data))
-    return _joined(parts)
+        grown = dict(zip(("tokens", "parents", "depths"), grow(drafter, state, tree), strict=True))
+        stack.add({**grown, "rows": starts.rows, "valid": starts.valid})
+        ids += batch.ids
+        digests += [text_digest(row[:n]) for row, n in zip(batch.tokens.cpu(), batch.lengths.tolist(), strict=True)]
+        progress("drafting trees", len(ids), len(data))
+    return TreeDraft(**stack.whole(), ids=tuple(ids), tree=tree, digests=tuple(digests))
 
 
 @torch.no_grad()
@@ -221,8 +238,7 @@ def draft_tree(chain: Chain, tree: Tree) -> TreeDraft:
 
 def grow(drafter: Drafter, state: DraftState, tree: Tree | SampledTree) -> tuple[Tensor, Tensor, Tensor]:
     """Grow a tree from each start of a state of depth 1; return tokens, parents and depths, [batch start node]."""
-    if isinstance(tree, SampledTree):
-        raise DriftlabError("children drawn by chance are not drafted: driftlab.siblings replays them")
+    _refuse_sampled(tree)
     check_depth(tree.depth)
     run = _grow_static if isinstance(tree, StaticTree) else _grow_dynamic
     return run(drafter, state, tree)
@@ -322,24 +338,6 @@ def _expanded(
     return drafter.next(state, tokens.flatten(1))
 
 
-def _joined(parts: Sequence[TreeDraft]) -> TreeDraft:
-    if len(parts) == 1:
-        return parts[0]
-    starts = max(part.rows.shape[1] for part in parts)
-
-    def joined(get: Callable[[TreeDraft], Tensor]) -> Tensor:
-        padded: Iterator[Tensor] = (
-            torch.cat([x, x.new_zeros(x.shape[0], starts - x.shape[1], *x.shape[2:])], 1) for x in map(get, parts)
-        )
-        return torch.cat(list(padded))
-
-    return TreeDraft(
-        tokens=joined(lambda part: part.tokens),
-        parents=joined(lambda part: part.parents),
-        depths=joined(lambda part: part.depths),
-        rows=joined(lambda part: part.rows),
-        valid=joined(lambda part: part.valid),
-        ids=tuple(name for part in parts for name in part.ids),
-        tree=parts[0].tree,
-        digests=tuple(digest for part in parts for digest in part.digests),
-    )
+def _refuse_sampled(tree: Tree | SampledTree) -> None:
+    if isinstance(tree, SampledTree):
+        raise DriftlabError("children drawn by chance are not drafted: driftlab.siblings replays them")

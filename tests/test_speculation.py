@@ -294,3 +294,14 @@ def test_a_drafter_for_a_deeper_target_is_refused(varied_target, trained):
     config = dataclasses.replace(trained["eagle3"].config, aux_layers=(1, 3, 99))
     with pytest.raises(DriftlabError, match=r"reads target states \[1, 3, 99\], the target has \d+ layers"):
         speculate(varied_target, Drafter(config, varied_target), [BOS, 5], depth=2, max_new_tokens=4)
+
+
+def test_a_live_run_says_once_that_it_left_the_lengths_of_its_training(tiny_target, tiny_trajectory, make_drafter):
+    entry = tiny_trajectory.entries[0]
+    prompt = tiny_trajectory.tokens(0)[: entry.prompt_length].tolist()
+    short = make_drafter("eagle31", trained_length=len(prompt) + 2)
+    with pytest.warns(UserWarning, match=f"grows beyond {len(prompt) + 2} tokens, the longest that") as caught:
+        speculate(tiny_target, short, prompt, depth=2, max_new_tokens=9)
+    assert len(caught) == 1
+    for enough in (0, len(prompt) + 9):  # 0: unknown
+        speculate(tiny_target, make_drafter("eagle31", trained_length=enough), prompt, depth=2, max_new_tokens=9)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from driftlab.errors import DriftlabError
 from driftlab.files import cache_dir, locked, read_json, sweep, write_json
+from driftlab.footprint import refuse_beyond
 from driftlab.pieces import finish_recording, piece_entries, piece_is_whole, piece_path, read_entries, write_piece
 from driftlab.progress import Progress
 from driftlab.prompts import Prompt
@@ -105,6 +106,7 @@ def run(
         if missing or not (folder / "trajectory.json").is_file():
             adapter.check_head(torch.tensor([list(job.prompt_ids[0])[:64]], device=adapter.device))
             _refuse_without_space(job, folder, [index for number in missing for index in pieces[number]])
+            _refuse_without_memory(job, [pieces[number] for number in missing])
             _record_pieces(adapter, job, folder, pieces, missing, progress)
             finish_recording(
                 folder,
@@ -125,13 +127,27 @@ def bytes_per_token(job: Job) -> int:
     return 4 + job.spec.hidden_size * (len(job.aux_layers) * getattr(torch, job.store_dtype).itemsize + 4) + 4
 
 
-def _refuse_without_space(job: Job, folder: Path, indices: Sequence[int]) -> None:
-    """Raise DriftlabError if the disk cannot hold even the shortest answers; warn if it cannot hold the longest."""
+def _tokens(job: Job, indices: Sequence[int]) -> tuple[int, int]:
+    """Tokens of some prompts with their answers: at the least, and at the most."""
     prompts = sum(len(job.prompt_ids[index]) for index in indices)
     if job.answers is None:
-        least, most = prompts + len(indices), prompts + len(indices) * job.max_new_tokens
-    else:
-        least = most = prompts + sum(len(job.answers[index]) for index in indices)
+        return prompts + len(indices), prompts + len(indices) * job.max_new_tokens
+    return (prompts + sum(len(job.answers[index]) for index in indices),) * 2
+
+
+def _refuse_without_memory(job: Job, pieces: Sequence[range]) -> None:
+    """Raise DriftlabError if a piece with the shortest answers cannot be held: its sequences, and their copy end to end."""
+    least, size = max(((_tokens(job, piece)[0], len(piece)) for piece in pieces), default=(0, 0))
+    refuse_beyond(
+        2 * least * bytes_per_token(job),
+        f"recording {size} prompts at once, of at least {least} tokens and {bytes_per_token(job)} bytes a token,",
+        "lower piece_size",
+    )
+
+
+def _refuse_without_space(job: Job, folder: Path, indices: Sequence[int]) -> None:
+    """Raise DriftlabError if the disk cannot hold even the shortest answers; warn if it cannot hold the longest."""
+    least, most = _tokens(job, indices)
     one, free = bytes_per_token(job), shutil.disk_usage(folder).free
     if most * one <= free:
         return
