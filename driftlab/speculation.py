@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from driftlab.acceptance import drafting_for
@@ -89,8 +89,8 @@ def speculate(
         sinks: positions whose keys are SINK for hooks, probes and interventions; ``trajectory.sinks``, to match a replay.
 
     Raises:
-        DriftlabError: an empty prompt, no token asked for, a drafter that reads other states than the target captures, or
-            sampled drafts without a temperature.
+        DriftlabError: an empty prompt, no token asked for, a drafter that reads other states than the target captures,
+            sampled drafts without a temperature, or logits that are not finite.
     """
     if (depth is None) == (tree is None):
         raise DriftlabError("give either depth (a chain) or tree")
@@ -223,7 +223,7 @@ class _Loop:
         positions = self.committed + torch.tensor([0, *depths], device=self.adapter.device)
         hidden = self.adapter.hidden_tree(ids, positions, seen, self.cache)
         crop(self.cache, len(ids))
-        return self.adapter.logits(hidden)[0]
+        return self._finite(self.adapter.logits(hidden)[0], positions)
 
     def _verify(
         self, drafts: list[int], q: Float[Tensor, "depth vocab"] | None, logits: Float[Tensor, "token vocab"]
@@ -272,7 +272,18 @@ class _Loop:
             hidden = self.adapter.hidden(ids, cache=self.cache, positions=positions)
         read = [states[k] for k in self.layers] or [hidden]
         aux = torch.stack([state.to(self.device, self.dtype) for state in read], 2)
-        return self.adapter.logits(hidden)[0], aux
+        return self._finite(self.adapter.logits(hidden)[0], positions[0]), aux
+
+    @staticmethod
+    def _finite(logits: Float[Tensor, "token vocab"], positions: Int[Tensor, " token"]) -> Float[Tensor, "token vocab"]:
+        """Return the logits; an arg max of NaN would be a token like any other."""
+        bad = (~logits.isfinite()).any(-1)
+        if bool(bad.any()):
+            raise DriftlabError(
+                f"the target's logits after position {int(positions[bad][0])} are not finite: look for NaN or inf in its "
+                "weights, or load it in float32 (half precision overflows at 65504)"
+            )
+        return logits
 
     def _emit(self, tokens: list[int]) -> int:
         """Append tokens up to EOS or the limit; return how many."""

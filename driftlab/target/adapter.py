@@ -212,11 +212,20 @@ class Adapter:
     def check_head(self, tokens: Int[Tensor, "batch pos"]) -> None:
         """Raise DriftlabError unless the head's matrix on the last hidden states gives the model's own logits.
 
-        (Soft-capping, scaling or a bias of the head differ.)
+        (Soft-capping, scaling or a bias of the head differ.) Of finite states they are finite; others are told with their
+        place where they are recorded.
         """
         own = self.model(tokens, use_cache=False).logits.float()
-        head = self.model.get_output_embeddings().weight
-        ours = torch.nn.functional.linear(self.hidden(tokens).to(head), head).float().to(own.device)
+        head, hidden = self.model.get_output_embeddings().weight, self.hidden(tokens)
+        if not bool(hidden.isfinite().all()):
+            return
+        ours = torch.nn.functional.linear(hidden.to(head), head).float().to(own.device)
+        if not bool(own.isfinite().all()):
+            bad = int((~own.isfinite()).nonzero()[0, -1])
+            raise DriftlabError(
+                f"the target's logit of token {bad} is not finite, though its states are: look for NaN or inf in its head "
+                "(lm_head.weight), or load it in float32 (half precision overflows at 65504)"
+            )
         worst = float((own - ours).abs().max())
         if worst > 1e-3 * max(1.0, float(own.abs().max())) * (1 if self.dtype == torch.float32 else 16):
             raise DriftlabError(
