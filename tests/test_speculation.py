@@ -84,6 +84,7 @@ def test_live_is_the_replay_with_a_reduced_draft_vocabulary(varied_target, varie
     check_live_equals_replay(varied_target, drafter, varied_trajectory.subset([0, 1]), 3)
 
 
+@pytest.mark.filterwarnings("ignore:the text grows beyond")
 def test_a_long_text_is_that_of_plain_decoding(varied_target, trained):
     """INV6: 200 tokens in float32, with rejections all along."""
     prompt = [BOS, 5, 9, 40]
