@@ -27,7 +27,6 @@ from paper_figs.tables import FROM_RUN, write
 HERE = Path(__file__).parent
 OUT = HERE / "out"
 WAITING = {
-    "fig_doctor": "python experiments/doctor_confusion.py has not been run at full size",
     "fig_study": "python experiments/ablate.py two_by_two gate ttt has not ended",
 }
 """figures of a run's table alone, and why no such table is committed yet"""

@@ -28,7 +28,7 @@ def doctor(
 
     Layer ids, norms, feedback, d2t, token shift, rotary embedding, tables and head shapes are tried on a recorded text, one by
     one and in pairs; the answer says how sure it is, what it is worth in tau, and which keys of config.json make it so.
-    Experimental: for how often it was right see docs/method.md (experiments/doctor_confusion.py measures it).
+    How often it is right is measured by experiments/doctor_confusion.py; docs/method.md says what came of it.
 
     Args:
         drafter: a folder, a file, a Hugging Face id, or the name of a shipped drafter.
@@ -60,7 +60,6 @@ def doctor(
     for words in (*reading.layer_notes(trajectory), *reading.notes):
         print(f"{drafter}: {words}", file=sys.stderr)
     found = diagnose(reading, trajectory, outside=_declared(declared), d2t=d2t, depth=depth, progress=progress_bar())
-    print("doctor is experimental: see docs/method.md for how often it was right", file=sys.stderr)
     print(_json(found) if json else found.words())
 
 
