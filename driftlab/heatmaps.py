@@ -6,7 +6,9 @@ A start at row t sees context keys 0..t and, at depth k, its own keys of depths 
     own key, w-th newest     recent(w) - recent(w - 1), recent(w) being the mass on the last w keys, the w <= k - 1 newest own
 
 so whatever decides the masses (windows, interventions) is in them, and nothing is larger than heads x keys: a
-start of a long text costs what a live round costs. Keys that are not shown are summed as the rest of their segment.
+start of a long text costs what a live round costs. Keys that are not shown are summed as the rest of their segment. A key that
+is not seen (left behind by a window, dropped) has no mass in any head. As many keys without mass as there are keys that are not
+seen are those; where there are more, some are seen and underflow, which cannot be told, and all stay 0.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyMasses:
-    """Masses of one start. They sum to 1 over the keys; NaN where an own key does not exist yet."""
+    """Masses of one start. They sum to 1 over the keys; NaN where an own key does not exist yet or a key is not seen."""
 
     prompt: str
     row: int
@@ -135,11 +137,12 @@ class _Seen:
         self.windows = tuple(range(1, depth))
         self.columns: dict[tuple[int, int], Tensor] = {}
         self.recent: dict[tuple[int, int], Tensor] = {}
+        self.visible: dict[tuple[int, int], Tensor] = {}
         for index, layer in enumerate(drafter.layers):
             attention, prefix = layer.self_attn, f"layers.{index}.self_attn"
             stack.callback(setattr, attention, "recent_windows", attention.recent_windows)
             attention.recent_windows = self.windows
-            for name, held in (("columns", self.columns), ("recent", self.recent)):
+            for name, held in (("columns", self.columns), ("recent", self.recent), ("visible", self.visible)):
 
                 def take(value: Tensor, hook: Any, held: Any = held, index: int = index) -> None:
                     held[hook.depth, index] = value.detach()
@@ -155,10 +158,15 @@ class _Seen:
                 "window, hidden own keys, a pin of single keys)"
             )
         context = columns[0].double().cpu().numpy()
-        if depth == 1:
-            return context, np.zeros((len(context), 0))
-        newest = self.recent[depth, layer][0, :, 0, : depth - 1].double().cpu().numpy()
-        return context, np.diff(newest, axis=1, prepend=0.0)[:, ::-1]
+        own = np.zeros((len(context), 0))
+        if depth > 1:
+            newest = self.recent[depth, layer][0, :, 0, : depth - 1].double().cpu().numpy()
+            own = np.diff(newest, axis=1, prepend=0.0)[:, ::-1]
+        empty = [(mass == 0).all(0) for mass in (context, own)]
+        hidden = context.shape[1] + own.shape[1] - int(self.visible[depth, layer].flatten()[-1])
+        if 0 < hidden == sum(int(none.sum()) for none in empty):
+            context, own = (np.where(none, np.nan, mass) for none, mass in zip(empty, (context, own), strict=True))
+        return context, own
 
 
 @torch.no_grad()
@@ -166,8 +174,8 @@ def _run(
     drafter: Drafter, session: Chain, batch: Batch, row: int, depth: int, feed: Feed, seen: _Seen
 ) -> tuple[list[int], list[int]]:
     """Bring the session to a row and draft from it; return the tokens that were fed deeper than depth 1, and the drafts."""
-    seen.columns.clear()
-    seen.recent.clear()
+    for held in (seen.columns, seen.recent, seen.visible):
+        held.clear()
     begin = session.rows
     session.extend(batch.tokens[:, begin + 1 : row + 2], read_states(drafter, batch)[:, begin : row + 1])
     state, fed, drafted = session.take(), [], []
@@ -194,13 +202,13 @@ def _shown(
 ) -> KeyMasses:
     found = [[seen.by_key(depth, layer) for layer in range(seen.layers)] for depth in range(1, len(fed) + 2)]
     context = np.stack([np.stack([by_key[0] for by_key in layers]) for layers in found])
-    columns = _columns(batch, row, context.mean((0, 1, 2)), sizes, decode)
+    columns = _columns(batch, row, np.nan_to_num(context).mean((0, 1, 2)), sizes, decode)
     own = np.full((*context.shape[:3], len(fed)), np.nan)
     for depth, layers in enumerate(found):
         own[depth, ..., :depth] = np.stack([by_key[1] for by_key in layers])
     keys = [key for key, _ in columns]
     keys += [Key("own", row + 1 + i, decode(token)) for i, token in enumerate(fed)]
-    mass = np.concatenate([*(context[..., places].sum(-1, keepdims=True) for _, places in columns), own], -1)
+    mass = np.concatenate([*(_summed(context[..., places]) for _, places in columns), own], -1)
     away = np.abs(np.nansum(mass, -1) - 1).max()
     if away > _ROUNDING:
         raise DriftlabError(
@@ -208,6 +216,12 @@ def _shown(
         )
     words = tuple(decode(token) for token in drafted)
     return KeyMasses(batch.ids[0], row, decode(int(batch.tokens[0, row + 1])), words, tuple(keys), mass)
+
+
+def _summed(mass: np.ndarray) -> np.ndarray:
+    """Sum over the last axis, kept; NaN where none of its keys is seen."""
+    whole = np.nansum(mass, -1, keepdims=True)
+    return np.where(np.isnan(mass).all(-1, keepdims=True), np.nan, whole)
 
 
 def _columns(

@@ -131,7 +131,7 @@ def _drawn(
     note += "columns: sink, prompt, context, own keys of depths 2, 3, ...; shown are the last keys of prompt and context and "
     note += "those with most mass; context\nkeys by the token at their position, own keys by "
     note += "the draft" if feed == "own" else "the token of the text"
-    note += " that was fed; colour: root of the mass; each row is a softmax over all keys" + (
+    note += " that was fed; colour: root of the mass; each row is a softmax over all keys; blank: not seen" + (
         "" if decode else "; token ids"
     )
     return plotting_probe.plot_keys(whole, labels, titles, groups=groups, note=note)

@@ -110,6 +110,33 @@ def test_masses_on_single_keys_are_a_softmax_over_all_keys(tiny_trajectory, make
         assert np.allclose(np.nansum(one.mass, -1), 1, atol=1e-5)
 
 
+def test_a_key_that_is_not_seen_is_missing_and_not_zero(tiny_trajectory, make_drafter):
+    """A window of 5 ends w - 1 places before the query, which stands at row + k - 1."""
+    from driftlab.heatmaps import key_masses
+    from driftlab.interventions import intervened, parse_intervention
+
+    drafter, depth = make_drafter("eagle3", windows=(5,)), 7
+    recorded = tiny_trajectory.with_sinks((0,))
+    name = recorded.entries[3].id
+    maps = key_masses(drafter, recorded, name, depth=depth, starts=2, prompt_keys=3, context_keys=4, largest=1)
+    for one in maps:
+        single = [(column, key) for column, key in enumerate(one.keys) if not key.kind.startswith("rest")]
+        for k in range(1, depth + 1):
+            for column, key in single:
+                exists = key.kind != "own" or key.place - one.row < k
+                seen = exists and key.place > one.row + k - 1 - 5
+                assert np.isnan(one.mass[k - 1, 0, :, column]).tolist() == [not seen] * one.mass.shape[2], (k, key)
+        assert np.allclose(np.nansum(one.mass, -1), 1, atol=1e-5)
+        rest = [column for column, key in enumerate(one.keys) if key.kind == "rest of prompt"]
+        assert np.isnan(one.mass[-1, 0, :, rest]).all()
+    plain = make_drafter("eagle3")
+    with intervened(plain, [parse_intervention("sink:drop")]):
+        (one, *_) = key_masses(plain, recorded, name, depth=2)
+    assert [key.kind for key in one.keys][0] == "sink"
+    assert np.isnan(one.mass[:, 0, :, 0]).all()
+    assert not np.isnan(one.mass[1, 0, :, 1:]).any()
+
+
 def test_the_keys_with_most_mass_are_among_those_shown(tiny_trajectory, make_drafter):
     from driftlab.heatmaps import key_masses
 
