@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from driftlab.acceptance import Acceptance, accept
     from driftlab.comparisons import compare
+    from driftlab.divergence import Divergence, first_divergence
     from driftlab.draft import Chain, Draft, all_starts, chain
     from driftlab.drafter import SHIPPED, VARIANTS, Drafter, DrafterConfig
     from driftlab.drift import Recorder, Verdict, drift_rows, verdict
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _HOME = {
     "acceptance": ("Acceptance", "accept"),
     "comparisons": ("compare",),
+    "divergence": ("Divergence", "first_divergence"),
     "drift": ("Recorder", "Verdict", "drift_rows", "verdict"),
     "draft": ("Chain", "Draft", "all_starts", "chain"),
     "drafter": ("SHIPPED", "VARIANTS", "Drafter", "DrafterConfig"),

@@ -17,6 +17,7 @@ import torch
 
 from driftlab import plotting
 from driftlab.account import account, legend
+from driftlab.divergence import first_divergence
 from driftlab.drafter import SHIPPED, Drafter
 from driftlab.errors import DriftlabError
 from driftlab.files import atomic
@@ -138,7 +139,11 @@ def check_live(
         # the last live round may be cut by the shorter limit
         whole = live.rounds if live.finish == "stop" else live.rounds[:-1]
         if list(live.tokens) != answer[: len(live.tokens)] or whole != simulations[name].rounds[index][: len(whole)]:
-            raise DriftlabError(f"{name}, prompt {entry.id!r}: the live run and replay disagree; please report this")
+            told = first_divergence(target, [*prompt, *live.tokens], tokens[: len(prompt) + len(live.tokens)])
+            why = "the text is the same, accept lengths differ" if told is None else told.words
+            raise DriftlabError(
+                f"{name}, prompt {entry.id!r}: the live run and replay disagree ({why}); please report this"
+            )
     progress("live check", len(main), len(main))
     return f"prompt {entry.id}, {len(live.tokens)} tokens"
 

@@ -29,6 +29,7 @@ from driftlab import (
     Target,
     accept,
     all_starts,
+    first_divergence,
     load_prompts,
     simulate,
     speculate,
@@ -113,6 +114,8 @@ def _greedy(target: Target, prompts: list[Any], depth: int, max_new_tokens: int,
                     "accepted_live": " ".join(str(r.accepted) for r in live.rounds),
                 }
             )
+            if told := first_divergence(target, [*prompt, *live.tokens], tokens):
+                print(f"{name}, prompt {entry.id!r}: {told.words}")
             bar(f"live {name}", index + 1, len(trajectory))
         lived = time.perf_counter() - began
         mine = [row for row in rows if row["drafter"] == name]
