@@ -30,6 +30,8 @@ PAPER = HERE / "data" / "paper_numbers.csv"
 STUDY_COMMAND = "python experiments/ablate.py two_by_two gate ttt"
 LAB_COMMAND = "python experiments/lab.py"
 PLAIN, GATED = False, True
+SMALL = 0.02
+"""change of a mass, of an ln or of nats that is called none"""
 
 
 def main() -> None:
@@ -226,8 +228,10 @@ def _word(prompts: Interval, seeds: Interval, paper: float | None) -> str:
     decided = len(sides) == 1 and 0.0 not in sides and not np.isnan(seeds.low)
     if paper is None:
         return f"{'above' if prompts.value > 0 else 'below'} 0" if decided else "undecided"
-    if abs(paper) < 0.02:
-        return "no change published; a change here" if decided else "no change in either"
+    if abs(paper) < SMALL:
+        return (
+            "no change published; a change here" if decided and abs(prompts.value) >= SMALL else "no change in either"
+        )
     if not decided:
         return "undecided"
     return "same direction" if (prompts.value > 0) == (paper > 0) else "opposite"

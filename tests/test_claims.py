@@ -108,6 +108,7 @@ UP, DOWN, WIDE, NONE = Interval(1, 0.5, 1.5), Interval(-1, -1.5, -0.5), Interval
         (UP, WIDE, None, "undecided"),
         (UP, UP, 0.01, "no change published; a change here"),
         (WIDE, WIDE, -0.01, "no change in either"),
+        (Interval(0.002, 0.001, 0.003), Interval(0.002, 0.001, 0.003), -0.01, "no change in either"),
     ],
 )
 def test_verdicts(claims, prompts, seeds, paper, word):
