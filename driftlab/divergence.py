@@ -1,14 +1,16 @@
-r"""Where two texts of one target part, and whether rounding explains it.
+r"""Where two greedy texts of one target part, and whether rounding explains it.
 
 In float32 a live run and plain greedy decoding are one text (tested). In half precision a pass over several tokens rounds
 otherwise than one over a single token, and where the two best logits are nearly equal the arg max may fall on the other one.
-What tells such a tie from a fault is the margin at the first place where the texts differ,
+What tells such a tie from a fault is how far below the largest logit the lower of the two tokens lies, at the first place where
+the texts differ:
 
-    margin = (l_a - l_b) / max(|l_a|, |l_b|, 1)     (a: the likelier of the two tokens, logits of one pass over the common text)
+    margin = (max_v l_v - min(l_a, l_b)) / max(|max_v l_v|, 1)          logits of one pass over the common text
 
 A tie is a margin of at most 2^-6 in bfloat16 and 2^-9 in float16, two steps between neighbouring numbers at 1, and 2^-13 in
-float32, where it is the size by which states differ between batches. Only the first place says anything: what follows is
-another text.
+float32, where it is the size by which states differ between batches. Two tokens that are both far below the largest are no tie,
+however near each other. Only the first place says anything: what follows is another text. Sampled texts are not to be compared
+so.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Divergence:
     tokens: tuple[int | None, int | None]
     """of the first text and of the second; None: it has ended"""
     margin: float
-    """relative difference of the two logits; NaN where one text has ended"""
+    """how far the less likely of the two lies below the largest logit, relative; NaN where one text has ended"""
     bound: float
     """largest margin that rounding explains in the target's precision"""
 
@@ -51,12 +53,12 @@ class Divergence:
         if None in self.tokens:
             return f"{where}; one of them was cut or did not stop where it should"
         verdict = "a numerical tie" if self.tie else f"more than rounding ({self.bound:.2g}) explains: a fault"
-        return f"{where}, logits apart by {self.margin:.2g} of their size, {verdict}"
+        return f"{where}, the less likely {self.margin:.2g} below the largest logit, relative to it: {verdict}"
 
 
 @torch.inference_mode()
 def first_divergence(target: Target, one: Sequence[int], other: Sequence[int]) -> Divergence | None:
-    """Return where two texts of a target part, None if they are the same.
+    """Return where two greedy texts of a target part, None if they are the same.
 
     Args:
         target: whose logits judge; in the precision in which the texts were made.
@@ -80,5 +82,5 @@ def first_divergence(target: Target, one: Sequence[int], other: Sequence[int]) -
     adapter = target.adapter
     hidden = adapter.hidden(torch.tensor([list(one[:place])], device=adapter.device))
     logits = adapter.logits(hidden[:, -1:])[0, 0].double()
-    best, second = sorted((float(logits[token]) for token in tokens), reverse=True)
-    return Divergence(place, tokens, (best - second) / max(abs(best), abs(second), 1.0), bound)
+    best, lower = float(logits.max()), min(float(logits[token]) for token in tokens)
+    return Divergence(place, tokens, (best - lower) / max(abs(best), 1.0), bound)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -317,8 +316,7 @@ class Chain:
     Works on a batch of sequences of equal length so far. ``extend`` adds rows made from target states and drafts the
     first token; ``draft`` continues it to depth K on the drafter's own feedback. ``backend``: "torch"; "triton" drafts by the
     fused step kernels, as far as they can honour the drafter and its hooks (where not, a BackendWarning says why); "auto":
-    triton on CUDA; default what ``drafter.using`` has set at each call, else "auto". Warns (UserWarning, once) when the text
-    grows beyond ``drafter.config.trained_length``.
+    triton on CUDA; default what ``drafter.using`` has set at each call, else "auto".
     """
 
     def __init__(
@@ -340,7 +338,6 @@ class Chain:
         self._sinks = tuple(sinks)
         self._context: list[LayerKV] | None = None
         self._state: DraftState | None = None
-        self._told_beyond = False
 
     @torch.no_grad()
     def extend(
@@ -355,7 +352,6 @@ class Chain:
         """
         total = self.rows + tokens.shape[1]
         self._check(tokens, aux, rows, total)
-        self._say_beyond(total + 1)
         rows = torch.full_like(tokens[:, 0], total - 1) if rows is None else rows
         starts = Starts(
             rows=rows[:, None],
@@ -369,19 +365,6 @@ class Chain:
             self._state = self.drafter.first(tokens, aux, starts, self._context, fused)
         self._context = [LayerKV(kv.k, kv.v) for kv in self._state.kv]
         self.rows = total
-
-    def _say_beyond(self, length: int) -> None:
-        """Warn, once a chain, of a text that is longer than any in training. (The same words each time: Python shows one.)"""
-        trained = self.drafter.config.trained_length
-        if self._told_beyond or not 0 < trained < length:
-            return
-        self._told_beyond = True
-        warnings.warn(
-            f"the text grows beyond {trained} tokens, the longest that this drafter was trained on: accept lengths there may "
-            "be lower. Keep prompt and answer within it, train on longer text, or see them by length with buckets(..., "
-            'by="context")',
-            stacklevel=4,
-        )
 
     def _check(self, tokens: Tensor, aux: Tensor, rows: Tensor | None, total: int) -> None:
         batch, config = len(self._prompt_lengths), self.drafter.config

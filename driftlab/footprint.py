@@ -18,38 +18,48 @@ _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 def free_memory(device: torch.device | str = "cpu") -> int | None:
     """Return the bytes that can be had on a device, None where nobody says.
 
-    CPU, on Linux: what the system calls available, with swap, within the limit of a control group (version 2). CUDA: what is
-    free, and what torch holds for later.
+    CPU, on Linux: what the system calls available, within the limit of a control group (version 2), each with the swap that it
+    has left. CUDA: what is free, and what torch holds for later.
     """
     device = torch.device(device)
     if device.type == "cuda":
-        return (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
     if device.type != "cpu":
         return None
-    known = [free for free in (_of_the_system(), _of_the_group()) if free is not None]
-    return min(known, default=None)
+    system = _of_the_system()
+    if system is None:
+        return None
+    available, swap = system
+    group = _of_the_group(swap)
+    return available + swap if group is None else min(available + swap, group)
 
 
-def _of_the_system() -> int | None:
+def _of_the_system() -> tuple[int, int] | None:
+    """Available memory, and free swap."""
     try:
         lines = [line.split() for line in _MEMINFO.read_text().splitlines()]
         held = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
-        return held["MemAvailable"] + held.get("SwapFree", 0)
+        return held["MemAvailable"], held.get("SwapFree", 0)
     except (OSError, KeyError, ValueError, IndexError):
         return None
 
 
-def _of_the_group() -> int | None:
+def _of_the_group(swap: int) -> int | None:
+    """What the limit of the control group leaves: files' pages and slabs can go, swap (of the system: ``swap``) can be used."""
     try:
         limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        lines = [line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines()]
-        return max(0, limit - used + next(int(value) for name, value in lines if name == "file"))  # files' pages can go
-    except (OSError, ValueError, StopIteration):  # no such group, or "max": no limit
+        words = [line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines()]
+        held = {name: int(value) for name, value in words}
+        can_go = held["file"] + held.get("slab_reclaimable", 0)
+    except (OSError, ValueError, KeyError):  # no such group, or "max": no limit
         return None
+    try:
+        most, swapped = (int((_CGROUP / f"memory.swap.{name}").read_text()) for name in ("max", "current"))
+        swap = min(swap, max(0, most - swapped))
+    except (OSError, ValueError):
+        pass  # no limit of its own
+    return max(0, limit - used + can_go) + swap
 
 
 def refuse_beyond(needed: int, what: str, advice: str, device: torch.device | str = "cpu") -> None:
@@ -71,7 +81,7 @@ def refuse_beyond(needed: int, what: str, advice: str, device: torch.device | st
 def draft_bytes(
     sequences: int, starts: int, tokens: int, *, depth: int = 0, ranks: int = 0, temperatures: int = 0
 ) -> int:
-    """Bytes of a draft of ``sequences``, padded to ``starts`` each, and of what judging it makes of it.
+    """Bytes of a draft of ``sequences``, padded to ``starts`` each.
 
     Args:
         sequences: number of them.
@@ -81,8 +91,7 @@ def draft_bytes(
         ranks: of sampled drafts, logits kept a depth.
         temperatures: of sampled drafts, log-sum-exps kept a depth.
     """
-    judged = 8 if depth else 0
-    return sequences * starts * (8 * tokens + depth * (4 * (1 + ranks + temperatures) + judged))
+    return sequences * starts * (8 * tokens + depth * 4 * (1 + ranks + temperatures))
 
 
 def training_bytes(

@@ -11,6 +11,7 @@ one-hot q.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +89,8 @@ def speculate(
         backend: of the drafts; see :class:`driftlab.draft.Chain`.
         sinks: positions whose keys are SINK for hooks, probes and interventions; ``trajectory.sinks``, to match a replay.
 
+    Warns where the text has grown beyond ``drafter.config.trained_length``.
+
     Raises:
         DriftlabError: an empty prompt, no token asked for, a drafter that reads other states than the target captures,
             sampled drafts without a temperature, or logits that are not finite.
@@ -131,6 +134,14 @@ def speculate(
             loop.tree_round(tree)
         else:
             loop.round(depth)
+    trained, length = drafter.config.trained_length, len(prompt_ids) + len(loop.answer)
+    if 0 < trained < length:
+        warnings.warn(
+            f"the text grew to {length} tokens, beyond the {trained} of the longest that this drafter was trained on: accept "
+            "lengths there may be lower. Keep prompt and answer within it, train on longer text, or see them by length with "
+            'buckets(..., by="context")',
+            stacklevel=2,
+        )
     return Live(tuple(loop.answer), tuple(loop.rounds), loop.finish, loop.seconds, lossless)
 
 
@@ -277,7 +288,7 @@ class _Loop:
     @staticmethod
     def _finite(logits: Float[Tensor, "token vocab"], positions: Int[Tensor, " token"]) -> Float[Tensor, "token vocab"]:
         """Return the logits; an arg max of NaN would be a token like any other."""
-        bad = (~logits.isfinite()).any(-1)
+        bad = ~logits.sum(-1).isfinite()  # a row's sum is finite only if all of it is; nothing of their size is made
         if bool(bad.any()):
             raise DriftlabError(
                 f"the target's logits after position {int(positions[bad][0])} are not finite: look for NaN or inf in its "

@@ -31,7 +31,7 @@ from driftlab.files import locked, sweep, write_json, write_text
 from driftlab.footprint import refuse_beyond, training_bytes
 from driftlab.losses import LOSSES, TargetDistribution, draft_loss
 from driftlab.progress import Progress, silent
-from driftlab.recorded import Batch
+from driftlab.recorded import Batch, Entry
 from driftlab.sealed import open_tensors, save_sealed, sealed_tensors
 from driftlab.simulation import simulate
 from driftlab.trajectory import Trajectory
@@ -172,28 +172,37 @@ def train(
 
 
 def _refuse_too_large(drafter: Drafter, trajectory: Trajectory, config: TrainConfig) -> None:
-    """Raise DriftlabError if a step on the longest sequence, with as many beside it as a micro-batch has, cannot be held."""
-    shapes, size = drafter.config, min(config.batch_size, len(trajectory))
-    longest = max(trajectory.entries, key=lambda entry: entry.length)
-    starts = longest.length - longest.prompt_length
+    """Raise DriftlabError if a step that an epoch must take cannot be held.
+
+    Which sequences meet in a batch is drawn. Every epoch has the longest one in some batch, and every full batch has at least
+    the tokens of the shortest ones together; with less than an epoch the shortest one alone is certain.
+    """
+    shapes, entries = drafter.config, sorted(trajectory.entries, key=lambda entry: entry.length)
+    certain = [entries[:1]] if config.epochs < 1 else [entries[-1:]]
+    if config.epochs >= 1 and len(entries) >= config.batch_size:
+        certain.append(entries[: config.batch_size])
     narrow = config.autocast == "bfloat16" or (config.autocast == "auto" and uses_bfloat16(drafter.device))
-    needed = training_bytes(
-        weights=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
-        tokens=size * longest.length,
-        states=len(trajectory.aux_layers) + 1,
-        target_width=trajectory.spec.hidden_size,
-        starts=size * starts,
-        layers=shapes.num_hidden_layers,
-        width=shapes.hidden_size,
-        inner=0 if shapes.experts else shapes.intermediate_size,
-        depth=config.ttt,
-        stride=config.stride,
-        itemsize=drafter.dtype.itemsize,
-        computed=2 if narrow else drafter.dtype.itemsize,
-    )
+
+    def needed(batch: Sequence[Entry]) -> int:
+        return training_bytes(
+            weights=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+            tokens=sum(entry.length for entry in batch),
+            states=len(trajectory.aux_layers) + 1,
+            target_width=trajectory.spec.hidden_size,
+            starts=sum(entry.length - entry.prompt_length for entry in batch),
+            layers=shapes.num_hidden_layers,
+            width=shapes.hidden_size,
+            inner=0 if shapes.experts else shapes.intermediate_size,
+            depth=config.ttt,
+            stride=config.stride,
+            itemsize=drafter.dtype.itemsize,
+            computed=2 if narrow else drafter.dtype.itemsize,
+        )
+
+    batch = max(certain, key=needed)
     refuse_beyond(
-        needed,
-        f"training on {size} sequences of up to {longest.length} tokens at once, {config.ttt} deep,",
+        needed(batch),
+        f"training on {len(batch)} sequence(s) of up to {batch[-1].length} tokens at once, {config.ttt} deep,",
         "lower batch_size (and raise accumulate), ttt, or raise stride; or leave the longest sequences out",
         drafter.device,
     )

@@ -19,14 +19,18 @@ def tied():
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_llama()
         with torch.no_grad():
-            model.lm_head.weight[11] = model.lm_head.weight[10] * (1 + 2**-9)
+            state = model.model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
+            model.lm_head.weight[10] = 8 * state / state.norm()  # the most probable token after the prompt
+            model.lm_head.weight[11] = model.lm_head.weight[10] * (1 - 2**-9)
+            model.lm_head.weight[20], model.lm_head.weight[21] = -model.lm_head.weight[10], -model.lm_head.weight[11]
         made[dtype] = Target(model.to(dtype), TinyTokenizer(), name="tied", aux_layers=(1, 3, 5))
     return made
 
 
 def margin(target, text, a, b):
     logits = target.adapter.model(torch.tensor([text])).logits[0, -1].tolist()
-    return abs(logits[a] - logits[b]) / max(abs(logits[a]), abs(logits[b]), 1)
+    assert max(logits) > 2
+    return (max(logits) - min(logits[a], logits[b])) / max(logits)
 
 
 def test_equal_texts_do_not_part(tied):
@@ -49,9 +53,16 @@ def test_what_is_a_tie_depends_on_the_precision(tied):
     texts = [*PROMPT, 10], [*PROMPT, 11]
     wide, narrow = (first_divergence(tied[dtype], *texts) for dtype in (torch.float32, torch.bfloat16))
     assert 2**-13 < wide.margin < 2**-8
+    assert "a fault" in wide.words
     assert not wide.tie
     assert narrow.tie
     assert "a numerical tie" in narrow.words
+
+
+def test_two_unlikely_tokens_are_no_tie_however_near_each_other(tied):
+    found = first_divergence(tied[torch.bfloat16], [*PROMPT, 20], [*PROMPT, 21])
+    assert found.margin > 1
+    assert not found.tie
 
 
 def test_a_text_that_ends_early_is_told(tied):

@@ -113,3 +113,16 @@ def test_what_a_public_name_offers_says_what_it_does(name):
         functions = [member.fget if isinstance(member, property) else member for member in own]
         named = [f for f in functions if not getattr(f, "__name__", "_").startswith("_")]
         assert not [f.__qualname__ for f in named if not f.__doc__ and f.__module__.startswith("driftlab")]
+
+
+def test_the_table_of_licences_has_the_bounds_of_the_project():
+    import re
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *(one for group in project["optional-dependencies"].values() for one in group)]
+    table = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    for requirement in wanted:
+        name, bound = re.match(r"([\w.-]+)(?:\[.*\])?\s*([^;]*)", requirement).groups()
+        if name != "driftlab":
+            assert f"| {name} | {bound.strip()} |" in table, f"run docs/licences.py again: {requirement}"

@@ -118,7 +118,7 @@ def only(monkeypatch, free: int) -> None:
 
 def test_a_draft_that_cannot_be_held_is_refused_with_an_estimate(tiny_trajectory, make_drafter, monkeypatch):
     drafter, most = make_drafter(), longest(tiny_trajectory)
-    for how, numbers in (({}, 8 * K), ({"temperatures": (1.0,), "top": 4}, 8 * K + K * (4 * (1 + 12 + 1) + 8))):
+    for how, numbers in (({}, 8 * K), ({"temperatures": (1.0,), "top": 4}, 8 * K + K * 4 * (1 + 12 + 1))):
         needed = 4 * most * numbers
         only(monkeypatch, needed - 1)
         with pytest.raises(
@@ -128,7 +128,7 @@ def test_a_draft_that_cannot_be_held_is_refused_with_an_estimate(tiny_trajectory
         only(monkeypatch, max(needed, most * (K - 1) * own_keys(drafter)))
         draft = all_starts(drafter, tiny_trajectory, K, **how)
         tensors = [draft.tokens] + ([draft.logits.text, draft.logits.top, draft.logits.lse] if how else [])
-        assert sum(x.nbytes for x in tensors) == needed - (4 * most * K * 8 if how else 0)  # judged: float64 a depth
+        assert sum(x.nbytes for x in tensors) == needed
 
 
 def longest(text) -> int:
@@ -164,17 +164,48 @@ def test_a_piece_that_cannot_be_held_is_refused(tiny_target, monkeypatch, tmp_pa
     with pytest.raises(DriftlabError, match="recording 2 prompts at once, of at least 8 tokens .*: lower piece_size"):
         tiny_target.record(["abc", "q"], **ask)
     assert not list((tmp_path / "r").glob("piece-*"))
+    only(monkeypatch, 2 * 5 * 520)  # the advice is good, in the same folder
+    assert len(tiny_target.record(["abc", "q"], piece_size=1, **ask)) == 2
     only(monkeypatch, 2 * 8 * 520)
-    assert len(tiny_target.record(["abc", "q"], **ask)) == 2
+    assert len(tiny_target.record(["abc", "q"], **ask | {"out": tmp_path / "other"})) == 2
+
+
+def test_a_recording_that_was_begun_in_larger_pieces_is_told_another_folder(tiny_target, monkeypatch, tmp_path):
+    def stop(what, done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    ask = {"max_new_tokens": 3, "template": False, "out": tmp_path / "r"}
+    with pytest.raises(KeyboardInterrupt):
+        tiny_target.record(["abc", "q", "def", "g"], piece_size=2, progress=stop, **ask)
+    only(monkeypatch, 2 * 5 * 520)
+    with pytest.raises(DriftlabError, match=r"another folder \(out=\) with a piece_size below the 2"):
+        tiny_target.record(["abc", "q", "def", "g"], piece_size=1, **ask)
 
 
 def test_a_training_step_that_cannot_be_held_is_refused(tiny_trajectory, make_drafter, monkeypatch, tmp_path):
     only(monkeypatch, 10_000)
-    with pytest.raises(
-        DriftlabError, match="training on 4 sequences of up to .* tokens at once, 2 deep,.*: lower batch_size"
-    ):
-        train(make_drafter(), tiny_trajectory, TrainConfig(ttt=2, batch_size=8), out=tmp_path / "d")
+    lengths = sorted(entry.length for entry in tiny_trajectory.entries)
+    for size, told in ((8, f"1 sequence.s. of up to {lengths[-1]}"), (4, f"4 sequence.s. of up to {lengths[3]}")):
+        with pytest.raises(DriftlabError, match=f"training on {told} tokens at once, 2 deep,.*: lower batch_size"):
+            train(make_drafter(), tiny_trajectory, TrainConfig(ttt=2, batch_size=size), out=tmp_path / "d")
     assert not (tmp_path / "d").exists()
+
+
+def test_a_training_is_charged_what_some_batch_must_hold(tiny_trajectory, make_drafter, monkeypatch, tmp_path):
+    """The longest sequence may stand in a batch of its own, and with less than an epoch may never be drawn."""
+    asked = []
+    monkeypatch.setattr("driftlab.training.refuse_beyond", lambda needed, *_: asked.append(needed))
+    monkeypatch.setattr("driftlab.training.training_bytes", lambda **of: 1000 * of["tokens"] + of["starts"])
+    entries = sorted(tiny_trajectory.entries, key=lambda entry: entry.length)
+
+    def bytes_of(some):
+        return sum(1001 * entry.length - entry.prompt_length for entry in some)
+
+    for size, epochs in ((8, 1.0), (2, 1.0), (2, 0.25)):
+        how = TrainConfig(ttt=1, batch_size=size, epochs=epochs, save_every=0)
+        train(make_drafter(), tiny_trajectory, how, out=tmp_path / f"{size} {epochs}")
+    assert asked == [bytes_of(entries[-1:]), max(bytes_of(entries[-1:]), bytes_of(entries[:2])), bytes_of(entries[:1])]
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -211,7 +242,11 @@ def test_free_memory_is_the_least_that_anybody_names(monkeypatch, tmp_path):
         (tmp_path / f"memory.{name}").write_text(text)
     assert free_memory() == 5100 * 1024  # a group without a limit
     (tmp_path / "memory.max").write_text("2000\n")
-    assert free_memory() == 2000 - 1500 + 600
+    assert free_memory() == 2000 - 1500 + 600 + 100 * 1024  # no limit of its swap
+    (tmp_path / "memory.stat").write_text("anon 700\nfile 600\nslab_reclaimable 200\n")
+    (tmp_path / "memory.swap.max").write_text("70\n")
+    (tmp_path / "memory.swap.current").write_text("30\n")
+    assert free_memory() == 2000 - 1500 + 600 + 200 + 40
     monkeypatch.setattr(footprint, "_MEMINFO", tmp_path / "nothing")
     (tmp_path / "memory.max").unlink()
     assert free_memory() is None

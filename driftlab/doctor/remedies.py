@@ -47,7 +47,7 @@ def remedies(declared: View, best: View, together: Mapping[str, View] | None = N
     """Return engine to what is to be changed, in words.
 
     ``together``: the readings that are one with the best, by name. Where an engine's keys cannot say the best reading and can
-    say one of these, that one is told: no text tells them apart, and only one of them can be had.
+    say one of these, that one is told: no text tells them apart, or by less than matters.
     """
     outside = _outside(declared, best)
     sayable = {name: view for name, view in (together or {}).items() if not _outside(declared, view)}
@@ -58,9 +58,9 @@ def remedies(declared: View, best: View, together: Mapping[str, View] | None = N
         if outside or not found.carried:
             others = ((name, keys(declared.config, view.config)) for name, view in sayable.items())
             if other := next(((name, keys) for name, keys in others if keys.carried), None):
-                said[engine] = f"{other[1].words} (that is {other[0]}, one with the best; nothing else is needed)"
+                said[engine] = f"{other[1].words} (that is {other[0]}, one with the best; then nothing else is needed)"
     if outside:
-        said["everywhere"] = "; ".join(outside)
+        said["everywhere"] = f"{'; '.join(outside)}{' (for the best reading itself)' if sayable else ''}"
     return said
 
 

@@ -98,15 +98,20 @@ def run(
         )
     with locked(folder):
         sweep(folder)
+        if not (
+            folder / "recording.json"
+        ).is_file():  # refused before the size is written down, so that another one may be given
+            _refuse_without_memory(job, _pieces(job, piece_size), "lower piece_size")
         claim(folder, job, piece_size, len(job.prompts))
         piece_size = read_json(folder / "recording.json")["piece_size"]
-        pieces = [range(i, min(i + piece_size, len(job.prompts))) for i in range(0, len(job.prompts), piece_size)]
+        pieces = _pieces(job, piece_size)
         write_head(adapter, job, folder)
         missing = [i for i in range(len(pieces)) if not piece_is_whole(piece_path(folder, i), job.fingerprint)]
         if missing or not (folder / "trajectory.json").is_file():
             adapter.check_head(torch.tensor([list(job.prompt_ids[0])[:64]], device=adapter.device))
             _refuse_without_space(job, folder, [index for number in missing for index in pieces[number]])
-            _refuse_without_memory(job, [pieces[number] for number in missing])
+            advice = f"record into another folder (out=) with a piece_size below the {piece_size} that this one was begun with"
+            _refuse_without_memory(job, [pieces[number] for number in missing], advice)
             _record_pieces(adapter, job, folder, pieces, missing, progress)
             finish_recording(
                 folder,
@@ -135,13 +140,17 @@ def _tokens(job: Job, indices: Sequence[int]) -> tuple[int, int]:
     return (prompts + sum(len(job.answers[index]) for index in indices),) * 2
 
 
-def _refuse_without_memory(job: Job, pieces: Sequence[range]) -> None:
+def _pieces(job: Job, size: int) -> list[range]:
+    return [range(i, min(i + size, len(job.prompts))) for i in range(0, len(job.prompts), size)]
+
+
+def _refuse_without_memory(job: Job, pieces: Sequence[range], advice: str) -> None:
     """Raise DriftlabError if a piece with the shortest answers cannot be held: its sequences, and their copy end to end."""
     least, size = max(((_tokens(job, piece)[0], len(piece)) for piece in pieces), default=(0, 0))
     refuse_beyond(
         2 * least * bytes_per_token(job),
         f"recording {size} prompts at once, of at least {least} tokens and {bytes_per_token(job)} bytes a token,",
-        "lower piece_size",
+        advice,
     )
 
 
