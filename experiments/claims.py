@@ -8,7 +8,8 @@ steps, several seeds), ``paper_figs/data/lab_claims.csv`` (``experiments/lab.py`
 
 Two intervals stand beside a number of the study, since they answer different questions. Over prompts: would these drafters show
 it on other prompts? (seeds pooled; 95 %, bootstrap.) Over seeds: would other trainings show it? (t interval over seeds; none
-with one.) A verdict "same direction" or "opposite" wants both away from 0; one seed is "undecided", whatever its prompts say.
+with one.) A verdict "same direction" or "opposite" of the study wants both away from 0; one seed is "undecided", whatever its
+prompts say. The lab has one training of each drafter, and its directions say so: "(one training)".
 """
 
 from __future__ import annotations
@@ -248,7 +249,8 @@ def lab_claims() -> list[tuple[str, ...]]:
     for line in pd.read_csv(LAB, comment="#").itertuples():
         theirs = "" if np.isnan(line.paper) else f"{line.paper:+.2f} ({line.hand} hand)"
         interval = Interval(line.ours, line.low, line.high)
-        lines.append((line.claim, theirs, f"{line.ours:+.3f}", _ends(interval), "none n=1", line.word, LAB_COMMAND))
+        word = f"{line.word} (one training)" if line.word in ("same direction", "opposite") else line.word
+        lines.append((line.claim, theirs, f"{line.ours:+.3f}", _ends(interval), "none n=1", word, LAB_COMMAND))
     return lines
 
 

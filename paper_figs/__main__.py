@@ -26,9 +26,7 @@ from paper_figs.tables import FROM_RUN, write
 
 HERE = Path(__file__).parent
 OUT = HERE / "out"
-WAITING = {
-    "fig_study": "python experiments/ablate.py two_by_two gate ttt has not ended",
-}
+WAITING: dict[str, str] = {}
 """figures of a run's table alone, and why no such table is committed yet"""
 
 

@@ -35,10 +35,10 @@ def draw(data: Path = style.DATA) -> Figure:
             marker=look["marker"], color=look["color"], markersize=2.2, alpha=0.7,
         )  # fmt: skip
     highest = common.loc[common["quantity"] == "rms_feedback", "value"].max()
-    state.set(yscale="log", ylabel="RMS of the feedback", ylim=(None, 12 * highest))  # room for the legend
+    state.set(yscale="log", ylabel="RMS of the feedback", ylim=(None, 60 * highest))  # room for the legend
     style.title(state, "state, TTT 4")
     style.depth_axis(state, common.loc[common["quantity"] == "rms_feedback", "depth"])
-    state.legend(ncols=3, fontsize=6, loc="upper left", columnspacing=1)
+    state.legend(ncols=2, fontsize=6, loc="upper right")
     trained = frame[(frame["quantity"] == "match") & (frame["seed"] == 0) & frame["drafter"].isin(HUE)]
     for (drafter, ttt), rows in trained.groupby(["drafter", "ttt"], sort=True):
         line, marker = TTT[ttt]

@@ -116,7 +116,6 @@ def test_what_a_public_name_offers_says_what_it_does(name):
 
 
 def test_the_table_of_licences_has_the_bounds_of_the_project():
-
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
