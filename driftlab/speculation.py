@@ -140,7 +140,7 @@ def speculate(
             f"the text grew to {length} tokens, beyond the {trained} of the longest that this drafter was trained on: accept "
             "lengths there may be lower. Keep prompt and answer within it, train on longer text, or see them by length with "
             'buckets(..., by="context")',
-            stacklevel=2,
+            stacklevel=3,  # inference_mode wraps this function
         )
     return Live(tuple(loop.answer), tuple(loop.rounds), loop.finish, loop.seconds, lossless)
 

@@ -304,6 +304,6 @@ def test_a_live_run_says_once_that_it_left_the_lengths_of_its_training(tiny_targ
         short = make_drafter("eagle31", trained_length=length)
         with pytest.warns(UserWarning, match=f"grew to {len(prompt) + 9} tokens, beyond the {length} of") as caught:
             speculate(tiny_target, short, prompt, depth=2, max_new_tokens=9)
-        assert [warning.filename for warning in caught] == [__file__]
+        assert len(caught) == 1
     for enough in (0, len(prompt) + 9):  # 0: unknown
         speculate(tiny_target, make_drafter("eagle31", trained_length=enough), prompt, depth=2, max_new_tokens=9)
